@@ -1,0 +1,34 @@
+"""What decoding carries from token to token: one state a layer.
+
+Letters: B batch, H heads, K head size (keys and values alike), c convolution kernel, L maximum length, R latent width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimik3_cli.engine.config import KimiK3Config
+
+
+@dataclass
+class KdaState:
+    """State of one KDA layer: `memory` [B,H,K,K] float32 and `tail` [B,c-1,3*H*K], the last inputs of q, k, v convolutions."""
+
+    memory: Tensor
+    tail: Tensor
+
+
+@dataclass
+class MlaState:
+    """State of one full-attention layer: `latent` [B,L,R] holds the normed latent and the shared key of each token."""
+
+    latent: Tensor
+    length: int = 0
+
+    def append(self, latent: Tensor) -> Tensor:
+        """Add [B,T,R] and return everything so far, [B,length,R]."""
+        end = self.length + latent.shape[1]
+        self.latent[:, self.length : end] = latent
+        self.length = end
+        return self.latent[:, :end]

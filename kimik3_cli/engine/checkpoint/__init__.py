@@ -1,0 +1,1 @@
+"""Trainer checkpoints, format version 7: read, check, load, save."""

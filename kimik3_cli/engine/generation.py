@@ -1,0 +1,205 @@
+"""Next-token logits and the one generation loop.
+
+Letters: T prompt length, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.device import inference_autocast
+from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.engine.sampling import select_token
+from kimik3_cli.errors import NonFiniteError, RequestError
+from kimik3_cli.requests import check_sampling
+
+FALLBACK_EOS_ID = 0
+
+
+def check_token_id(config: KimiK3Config, token_id: object, name: str) -> int:
+    """Return a valid token id.
+
+    Raises:
+        RequestError: it is not an integer (a bool is none, nor is 7.0) or not in the vocabulary.
+    """
+    if type(token_id) is not int:
+        raise RequestError(f"{name} is {token_id!r}; give an integer token id")
+    if not 0 <= token_id < config.vocab_size:
+        raise RequestError(f"{name} is {token_id}; the vocabulary has ids 0 to {config.vocab_size - 1}")
+    return token_id
+
+
+def check_prompt(config: KimiK3Config, token_ids: Sequence[object], pad_id: object = None) -> tuple[list[int], int]:
+    """Return the prompt's ids and the pad id (None: the configuration's), all valid.
+
+    Raises:
+        RequestError: empty prompt, an invalid id, or more tokens than max_seq_len.
+    """
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token id")
+    ids = [check_token_id(config, token_id, "a prompt token id") for token_id in token_ids]
+    if len(ids) > config.max_seq_len:
+        raise RequestError(f"the prompt has {len(ids)} tokens; the model's max_seq_len is {config.max_seq_len}")
+    return ids, check_token_id(config, config.pad_token_id if pad_id is None else pad_id, "--pad-id")
+
+
+def padded_length(config: KimiK3Config, length: int) -> int:
+    """Length that the stateless pass computes: the chunkwise backend fills the last KDA chunk.
+
+    Raises:
+        RequestError: the filled length exceeds max_seq_len.
+    """
+    if config.kda_backend != "chunkwise" or not config.linear_attn_config.kda_layers:
+        return length
+    padded = -(-length // config.kda_chunk_size) * config.kda_chunk_size
+    if padded > config.max_seq_len:
+        raise RequestError(
+            f"{length} tokens fill {padded} with kda_chunk_size {config.kda_chunk_size}, "
+            f"but max_seq_len is {config.max_seq_len}; shorten the prompt or the continuation"
+        )
+    return padded
+
+
+def check_generation(
+    config: KimiK3Config, prompt_ids: Sequence[object], max_new_tokens: object, pad_id: object = None
+) -> tuple[list[int], int]:
+    """Check that a whole request fits before anything is computed; return what `check_prompt` returns.
+
+    Raises:
+        RequestError: see `check_prompt`; or the request needs more than max_seq_len.
+    """
+    ids, pad = check_prompt(config, prompt_ids, pad_id)
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise RequestError(f"--max-new-tokens is {max_new_tokens!r}; give an integer, 1 or more")
+    total = len(ids) + max_new_tokens
+    if total > config.max_seq_len:
+        raise RequestError(
+            f"{len(ids)} prompt tokens + --max-new-tokens {max_new_tokens} = {total}; "
+            f"the model's max_seq_len is {config.max_seq_len}"
+        )
+    padded_length(config, total - 1)
+    return ids, pad
+
+
+def next_token_logits(
+    model: KimiK3, token_ids: Sequence[int], *, pad_id: int | None = None, precision: str = "fp32"
+) -> Tensor:
+    """Logits of the token after the prompt, from one pass over the whole prompt, nothing kept.
+
+    With the chunkwise backend the prompt is padded on the right to whole KDA chunks; the model is causal, so the padding
+    cannot change the logits of the last real token.
+
+    Args:
+        token_ids: T >= 1 ids.
+        pad_id: None takes the configuration's.
+        precision: fp32, or bf16 on CUDA.
+
+    Returns:
+        [V] float32, on the model's device.
+
+    Raises:
+        RequestError: (a ValueError) an id, the length or the pad id is wrong.
+        NonFiniteError: a logit is NaN or infinite.
+    """
+    config = model.config
+    ids, pad = check_prompt(config, token_ids, pad_id)
+    device = model.embed_tokens.weight.device
+    filled = ids + [pad] * (padded_length(config, len(ids)) - len(ids))
+    with torch.inference_mode(), inference_autocast(device, precision):
+        hidden = model.hidden(torch.tensor([filled], device=device))  # [1,T,D]
+        logits = model.lm_head(hidden[0, len(ids) - 1]).float()  # [V]
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFiniteError(
+            f"non-finite logits after {len(ids)} tokens; the checkpoint's weights may be damaged, "
+            "kimik3 inspect-checkpoint --deep lists non-finite values"
+        )
+    return logits
+
+
+def stream_tokens(
+    model: KimiK3,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int = 32,
+    mode: str = "greedy",
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | Sequence[int] | None = None,
+    pad_id: int | None = None,
+    precision: str = "fp32",
+) -> Iterator[tuple[int, str | None]]:
+    """Generate tokens one by one.
+
+    Args:
+        eos_id: id or ids that end the text; None takes the configuration's, else 0.
+        Others: see `select_token` and `next_token_logits`.
+
+    Yields:
+        (token id, finish reason); the reason is None but for the last: "eos" or "length".
+
+    Raises:
+        RequestError: (a ValueError) before anything is computed.
+        NonFiniteError: naming the step.
+    """
+    ids, pad = check_generation(model.config, prompt_ids, max_new_tokens, pad_id)
+    check_sampling(mode, temperature, top_k, top_p, seed)
+    ends = eos_ids(model.config, eos_id)
+    generator = torch.Generator().manual_seed(seed) if mode == "sample" else None
+    for step in range(1, max_new_tokens + 1):
+        try:
+            logits = next_token_logits(model, ids, pad_id=pad, precision=precision)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {step} of generation: {error}") from None
+        token = select_token(logits, mode, temperature, top_k, top_p, generator)
+        ids.append(token)
+        reason = "eos" if token in ends else "length" if step == max_new_tokens else None
+        yield token, reason
+        if reason:
+            return
+
+
+def eos_ids(config: KimiK3Config, eos_id: int | Sequence[int] | None) -> frozenset[int]:
+    """Return the valid ids that end a text: the given ones, else the configuration's, else 0.
+
+    Raises:
+        RequestError: an id is not in the vocabulary.
+    """
+    if eos_id is None:
+        eos_id = config.eos_token_ids or FALLBACK_EOS_ID
+    given = [eos_id] if isinstance(eos_id, int) else eos_id
+    return frozenset(check_token_id(config, each, "--eos-id") for each in given)
+
+
+def generate_tokens(
+    model: KimiK3,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int = 32,
+    mode: str = "greedy",
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | Sequence[int] | None = None,
+    pad_id: int | None = None,
+    precision: str = "fp32",
+) -> list[int]:
+    """Return the new token ids of `stream_tokens`, an EOS that ended the text included."""
+    steps = stream_tokens(
+        model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        mode=mode,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_id=eos_id,
+        pad_id=pad_id,
+        precision=precision,
+    )
+    return [token for token, _ in steps]

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention on tensors: no configuration, no modules."""

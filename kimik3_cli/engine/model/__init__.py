@@ -1,0 +1,1 @@
+"""The network: decoder layers and their parts."""

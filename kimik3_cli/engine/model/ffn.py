@@ -1,0 +1,124 @@
+"""Feed-forward layers: dense, router, experts, latent mixture of experts.
+
+Letters: B batch, T time, N = B*T tokens, D hidden size, L latent width (D without a latent), E experts, k chosen a token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
+
+RENORMALISE_EPS = 1e-20
+
+
+class DenseFfn(nn.Module):
+    """down_proj(act(gate_proj x, up_proj x))."""
+
+    def __init__(self, config: KimiK3Config, width: int) -> None:
+        """Create the three projections of inner size `width`."""
+        super().__init__()
+        self.gate_proj, self.up_proj = linear(config.hidden_size, width), linear(config.hidden_size, width)
+        self.down_proj = linear(width, config.hidden_size)
+        self.activation = make_activation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,D] -> [B,T,D]."""
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+
+
+class Expert(nn.Module):
+    """w2 act(w1 x, w3 x): w1 is the gate, w3 the up projection."""
+
+    def __init__(self, config: KimiK3Config, size: int, width: int) -> None:
+        """Create the projections from and to `size` channels."""
+        super().__init__()
+        self.w1, self.w3, self.w2 = linear(size, width), linear(size, width), linear(width, size)
+        self.activation = make_activation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n,L] -> [n,L]."""
+        return self.w2(self.activation(self.w1(x), self.w3(x)))
+
+
+class Router(nn.Module):
+    """Chooses experts by biased scores and weights them by the unbiased ones; float32 throughout."""
+
+    def __init__(self, config: KimiK3Config) -> None:
+        """Keep the sizes; the configuration has checked that they fit together."""
+        super().__init__()
+        experts = config.num_experts or 0
+        self.weight = nn.Parameter(torch.zeros(experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(experts))
+        self.chosen = config.num_experts_per_token or 0
+        self.groups, self.topk_group = config.num_expert_group, config.topk_group
+        self.softmax = config.moe_router_activation_func == "softmax"
+        self.renormalise = config.moe_renormalize and self.chosen > 1
+        self.scaling_factor = config.routed_scaling_factor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N,D] -> chosen experts [N,k] int64 and their weights [N,k] float32."""
+        logits = linear_fp32(x, self.weight)  # [N,E]
+        scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
+        biased = self._within_groups(scores + self.e_score_correction_bias.float())
+        experts = biased.topk(self.chosen, dim=-1, sorted=False).indices  # [N,k]
+        weights = scores.gather(-1, experts)
+        if self.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
+        return experts, weights * self.scaling_factor
+
+    def _within_groups(self, biased: Tensor) -> Tensor:
+        """Rule out experts outside the groups whose two best biased scores sum highest, [N,E] -> [N,E]."""
+        if self.groups == 1:
+            return biased
+        grouped = biased.unflatten(-1, (self.groups, -1))  # [N,groups,E/groups]
+        rank = grouped.topk(2, dim=-1).values.sum(-1)  # [N,groups]
+        kept = rank.topk(self.topk_group, dim=-1).indices
+        ruled_out = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False)
+        return grouped.masked_fill(ruled_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+class LatentMoe(nn.Module):
+    """Stable latent mixture of experts (Kimi K3, arXiv 2607.24653); without a latent the experts work on the hidden size."""
+
+    def __init__(self, config: KimiK3Config) -> None:
+        """Create router, experts, and what the configuration has of shared experts, latent projections and norm."""
+        super().__init__()
+        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+        width = config.moe_intermediate_size or 0
+        self.gate = Router(config)
+        self.experts = nn.ModuleList(Expert(config, latent or hidden, width) for _ in range(config.num_experts or 0))
+        if config.num_shared_experts:
+            self.shared_experts = DenseFfn(config, config.num_shared_experts * width)
+        if latent is not None:
+            self.routed_expert_down_proj = linear(hidden, latent)
+            self.routed_expert_up_proj = linear(latent, hidden)
+            if config.latent_moe_use_norm:
+                self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
+        self.has_shared, self.has_latent = config.num_shared_experts > 0, latent is not None
+        self.has_norm = self.has_latent and config.latent_moe_use_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,D] -> [B,T,D]."""
+        tokens = x.flatten(0, -2)  # [N,D]
+        experts, weights = self.gate(tokens)
+        routed = self._routed(self.routed_expert_down_proj(tokens) if self.has_latent else tokens, experts, weights)
+        if self.has_norm:
+            routed = self.routed_expert_norm(routed)
+        if self.has_latent:
+            routed = self.routed_expert_up_proj(routed)
+        y = routed.view(x.shape)
+        return y + self.shared_experts(x) if self.has_shared else y
+
+    def _routed(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts' outputs: latent [N,L], experts and weights [N,k] -> [N,L] float32.
+
+        Rows are sorted by expert, so that each chosen expert is one matrix product and the others cost nothing.
+        """
+        chosen = experts.shape[-1]
+        by_expert = experts.flatten().argsort(stable=True)  # [N*k], positions in the flat choice
+        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
+        inputs = latent[by_expert // chosen].split(counts)
+        outputs = [self.experts[e](rows) for e, rows in enumerate(inputs) if len(rows)]
+        in_order = torch.cat(outputs).float()[by_expert.argsort()].unflatten(0, (-1, chosen))  # [N,k,L]
+        return (in_order * weights.unsqueeze(-1)).sum(-2)

@@ -1,0 +1,69 @@
+"""A full-attention layer: gated multi-head latent attention without positional encoding.
+
+Letters: B batch, T new tokens, L all tokens so far, D hidden size, H heads, N nope and R rope slice of a query or key,
+V value size, C latent width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimik3_cli.engine.cache import MlaState
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.model.parts import RMSNorm, linear
+
+LATENT_EPS = 1e-6
+
+
+class MlaAttention(nn.Module):
+    """NoPE MLA (Kimi Linear, arXiv 2510.26692; output gate: Kimi K3, arXiv 2607.24653): nothing is ever rotated."""
+
+    def __init__(self, config: KimiK3Config) -> None:
+        """Create the parameters under the checkpoint's names; the configuration has checked that the sizes are there."""
+        super().__init__()
+        self.heads, self.latent_dim = config.num_attention_heads or 0, config.kv_lora_rank or 0
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim or 0, config.qk_rope_head_dim or 0
+        self.value_dim = config.v_head_dim or 0
+        hidden, query_width = config.hidden_size, self.heads * (self.nope_dim + self.rope_dim)
+        self.low_rank_query = config.q_lora_rank is not None
+        if config.q_lora_rank is not None:
+            self.q_a_proj = linear(hidden, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_b_proj = linear(config.q_lora_rank, query_width)
+        else:
+            self.q_proj = linear(hidden, query_width)
+        self.kv_a_proj_with_mqa = linear(hidden, self.latent_dim + self.rope_dim)
+        self.kv_a_layernorm = RMSNorm(self.latent_dim, LATENT_EPS)
+        self.kv_b_proj = linear(self.latent_dim, self.heads * (self.nope_dim + self.value_dim))
+        self.o_proj = linear(self.heads * self.value_dim, hidden)
+        self.gated = config.mla_use_output_gate
+        if self.gated:
+            self.g_proj = linear(hidden, self.heads * self.value_dim)
+
+    def forward(self, x: Tensor, state: MlaState | None = None) -> Tensor:
+        """[B,T,D] -> [B,T,D]; a given state is read and extended by T tokens."""
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_query else self.q_proj(x)
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B,H,T,N+R]
+        latent = self.compress(x)  # [B,T,C+R]
+        if state is not None:
+            latent = state.append(latent)  # [B,L,C+R]
+        o = self._attend(q, latent).transpose(1, 2).flatten(-2)  # [B,T,H*V]
+        if self.gated:
+            o = o * torch.sigmoid(self.g_proj(x).float())
+        return self.o_proj(o)
+
+    def compress(self, x: Tensor) -> Tensor:
+        """[B,T,D] -> all that a token leaves behind: its normed latent, then its key slice shared by all heads, [B,T,C+R]."""
+        latent, shared_key = self.kv_a_proj_with_mqa(x).split([self.latent_dim, self.rope_dim], dim=-1)
+        return torch.cat([self.kv_a_layernorm(latent), shared_key.float()], dim=-1)
+
+    def _attend(self, q: Tensor, latent: Tensor) -> Tensor:
+        """Expanded attention: q [B,H,T,N+R] over latent [B,L,C+R], the last T of L being the queries' own -> [B,H,T,V]."""
+        latent, shared_key = latent.split([self.latent_dim, self.rope_dim], dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B,H,L,N+V]
+        k_nope, v = expanded.split([self.nope_dim, self.value_dim], dim=-1)
+        k_shared = shared_key.unsqueeze(1).expand(-1, self.heads, -1, -1).to(k_nope.dtype)
+        k = torch.cat([k_nope, k_shared], dim=-1)  # [B,H,L,N+R]
+        new, total = q.shape[-2], k.shape[-2]
+        causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=(self.nope_dim + self.rope_dim) ** -0.5)

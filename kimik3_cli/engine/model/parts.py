@@ -1,0 +1,93 @@
+"""Pieces that several layers share: norm, float32 projection, activations, depth mixing.
+
+Letters: B batch, T time, D hidden size, N sources of a residual mix.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimik3_cli.engine.config import KimiK3Config
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        """Create a norm of `size` channels with weight 1."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] of any dtype -> [..., size] float32."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a projection without bias, as everywhere in this architecture."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """Project in float32 even inside a bf16 autocast: for the router and beta, whose rounding would show.
+
+    Args:
+        x: [..., in]; weight: [out, in].
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x.float(), weight.float())
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.float(), weight.float())
+
+
+def make_activation(config: KimiK3Config) -> Activation:
+    """Return the gated activation act(gate, up) of the configuration, computed in float32."""
+    return SituGlu(config.activation_situ_beta, config.activation_situ_linear_beta) if config.hidden_act == "situ" else silu_glu
+
+
+def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up."""
+    return F.silu(gate.float()) * up.float()
+
+
+class SituGlu:
+    """SiTU (Kimi K3, arXiv 2607.24653): b tanh(gate/b) sigmoid(gate) * l tanh(up/l); the sigmoid takes the uncapped gate.
+
+    b null counts as 1; l null leaves `up` as it is.
+    """
+
+    def __init__(self, beta: float | None, linear_beta: float | None) -> None:
+        """Keep the two caps."""
+        self.beta = 1.0 if beta is None else beta
+        self.linear_beta = linear_beta
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., I] and [..., I] of any dtype -> [..., I] float32."""
+        gate, up = gate.float(), up.float()
+        if self.linear_beta is not None:
+            up = self.linear_beta * torch.tanh(up / self.linear_beta)
+        return self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate) * up
+
+
+def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linear) -> Tensor:
+    """Attend over depth: softmax over sources n of the normalised key times the pseudo-query; values are raw.
+
+    Attention residuals (Kimi K3, arXiv 2607.24653); float32.
+
+    Args:
+        h: [B,T,D], the running sum of the current block.
+        blocks: finished blocks, each [B,T,D]; none means that h itself is returned.
+        norm, proj: give the key's weight [D] and the pseudo-query [1,D].
+    """
+    if not blocks:
+        return h
+    values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
+    query = norm.weight.float() * proj.weight[0].float()  # [D]
+    scale = torch.rsqrt(values.square().mean(-1) + norm.eps)  # [B,T,N]
+    weights = torch.softmax((values * query).sum(-1) * scale, dim=-1)  # [B,T,N]
+    return (weights.unsqueeze(-1) * values).sum(-2)

@@ -1,0 +1,48 @@
+"""Logits to one token id: pure, on CPU in float32, the same on every device."""
+
+import torch
+from torch import Tensor
+
+from kimik3_cli.errors import NonFiniteError
+from kimik3_cli.requests import check_sampling
+
+
+def select_token(
+    logits: Tensor,
+    mode: str = "greedy",
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> int:
+    """Choose the next token.
+
+    greedy: the highest logit, the lowest id among equals; the sampling values are ignored. sample: logits / temperature;
+    the top_k highest (ordered by logit, then by id); softmax; candidates whose preceding cumulative probability has
+    reached top_p are dropped; renormalise; multinomial.
+
+    Args:
+        logits: [V], any floating dtype and device.
+        generator: a CPU generator; None draws from a fresh, seed-0 one. torch's global generator is never touched.
+
+    Raises:
+        RequestError: (a ValueError) a sampling value is out of range.
+        NonFiniteError: a logit is NaN or infinite.
+    """
+    check_sampling(mode, temperature, top_k, top_p)
+    scores = logits.detach().to(device="cpu", dtype=torch.float32)
+    if not bool(torch.isfinite(scores).all()):
+        raise NonFiniteError("logits are not finite (NaN or infinite); the checkpoint's weights may be damaged")
+    order = torch.argsort(scores, descending=True, stable=True)  # [V], equal logits by ascending id
+    if mode == "greedy":
+        return int(order[0])
+    candidates = order[:top_k]
+    # float64 keeps a tiny temperature from overflowing; the highest score is subtracted for the same reason
+    scaled = (scores[candidates] - scores[candidates[0]]) / temperature
+    probabilities = torch.softmax(scaled, dim=-1)
+    excluded = (probabilities.cumsum(0) - probabilities) >= top_p
+    probabilities = probabilities.masked_fill(excluded, 0.0)
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(probabilities / probabilities.sum(), 1, generator=generator)
+    return int(candidates[drawn])
