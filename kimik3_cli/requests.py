@@ -45,7 +45,9 @@ def parse_token_ids(text: str) -> list[int]:
     for field in text.split(","):
         digits = field.strip()
         if not (digits.isascii() and digits.isdigit()):
-            raise RequestError(f"--token-ids holds {field!r}; give comma-separated non-negative integers such as 7,13,29")
+            raise RequestError(
+                f"--token-ids holds {field!r}; give comma-separated non-negative integers such as 7,13,29"
+            )
         ids.append(int(digits))
     return ids
 
@@ -132,7 +134,9 @@ class LogitsRequest(ModelRequest):
         if self.top < 1:
             raise RequestError(f"--top is {self.top}; give 1 or more")
         if self.output is not None and self.output.suffix not in OUTPUT_SUFFIXES:
-            raise RequestError(f"--output is {str(self.output)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}")
+            raise RequestError(
+                f"--output is {str(self.output)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}"
+            )
         return self
 
 

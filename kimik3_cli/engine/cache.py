@@ -5,15 +5,12 @@ Letters: B batch, H heads, K head size (keys and values alike), c convolution ke
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from kimik3_cli.engine.config import KimiK3Config
 
 
 @dataclass
 class KdaState:
-    """State of one KDA layer: `memory` [B,H,K,K] float32 and `tail` [B,c-1,3*H*K], the last inputs of q, k, v convolutions."""
+    """State of one KDA layer: `memory` [B,H,K,K] float32; `tail` [B,c-1,3*H*K], the last inputs of the convolutions."""
 
     memory: Tensor
     tail: Tensor

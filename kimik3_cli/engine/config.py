@@ -133,9 +133,7 @@ class KimiK3Config(_Strict):
 
     def is_moe(self, layer: int) -> bool:
         """Say whether the 0-based layer has experts (else a dense feed-forward)."""
-        return (
-            self.num_experts is not None and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
-        )
+        return self.num_experts is not None and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -157,7 +155,12 @@ class KimiK3Config(_Strict):
         return len(self.linear_attn_config.full_attn_layers) * per_layer * FLOAT32_BYTES
 
     def _inconsistencies(self) -> list[str]:
-        return [*self._layer_list_problems(), *self._attention_problems(), *self._expert_problems(), *self._id_problems()]
+        return [
+            *self._layer_list_problems(),
+            *self._attention_problems(),
+            *self._expert_problems(),
+            *self._id_problems(),
+        ]
 
     def _layer_list_problems(self) -> list[str]:
         linear, layers = self.linear_attn_config, self.num_hidden_layers
@@ -196,7 +199,9 @@ class KimiK3Config(_Strict):
             problems.append(f"num_expert_group {groups} gives groups of one expert; a group needs at least 2")
         elif chosen is not None and self.topk_group * (experts // groups) < chosen <= experts:
             held = self.topk_group * (experts // groups)
-            problems.append(f"topk_group {self.topk_group} holds {held} experts, fewer than num_experts_per_token {chosen}")
+            problems.append(
+                f"topk_group {self.topk_group} holds {held} experts, fewer than num_experts_per_token {chosen}"
+            )
         return problems
 
     def _id_problems(self) -> list[str]:
@@ -218,7 +223,9 @@ def _fixed_value_problems(raw: dict[Any, Any]) -> list[str]:
 
 
 def _sentence(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("int", "list[", "float", "function")))
+    key = ".".join(
+        str(part) for part in error["loc"] if not str(part).startswith(("int", "list[", "float", "function"))
+    )
     if error["type"] == "missing":
         return f"{key} is missing; it has no default"
     if error["type"] == "extra_forbidden":

@@ -28,7 +28,9 @@ def resolve_device(name: str) -> torch.device:
         raise DeviceError(f"--device is {name!r}, but no CUDA device is available here; give cpu or auto")
     if match[1] is not None and int(match[1]) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise DeviceError(f"--device is {name!r}, but this machine has {count} CUDA device(s), cuda:0 to cuda:{count - 1}")
+        raise DeviceError(
+            f"--device is {name!r}, but this machine has {count} CUDA device(s), cuda:0 to cuda:{count - 1}"
+        )
     return torch.device(name)
 
 
@@ -42,7 +44,9 @@ def check_precision(device: torch.device, precision: str) -> None:
     if precision not in ("fp32", "bf16"):
         raise RequestError(f"--precision is {precision!r}; give fp32 or bf16")
     if precision == "bf16" and device.type != "cuda":
-        raise DeviceError(f"--precision is 'bf16', but bf16 runs on CUDA only and the device is {str(device)!r}; give fp32")
+        raise DeviceError(
+            f"--precision is 'bf16', but bf16 runs on CUDA only and the device is {str(device)!r}; give fp32"
+        )
     if precision == "bf16":
         with torch.cuda.device(device):
             supported = torch.cuda.is_bf16_supported(including_emulation=False)

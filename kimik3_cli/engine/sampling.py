@@ -33,12 +33,11 @@ def select_token(
     scores = logits.detach().to(device="cpu", dtype=torch.float32)
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError("logits are not finite (NaN or infinite); the checkpoint's weights may be damaged")
-    order = torch.argsort(scores, descending=True, stable=True)  # [V], equal logits by ascending id
     if mode == "greedy":
-        return int(order[0])
-    candidates = order[:top_k]
-    # float64 keeps a tiny temperature from overflowing; the highest score is subtracted for the same reason
-    scaled = (scores[candidates] - scores[candidates[0]]) / temperature
+        return int((scores == scores.max()).nonzero()[0])
+    candidates = _best(scores, top_k)
+    # the highest score is subtracted first and the divisor kept normal, so that no temperature overflows float32
+    scaled = (scores[candidates] - scores[candidates[0]]) / max(temperature, torch.finfo(torch.float32).tiny)
     probabilities = torch.softmax(scaled, dim=-1)
     excluded = (probabilities.cumsum(0) - probabilities) >= top_p
     probabilities = probabilities.masked_fill(excluded, 0.0)
@@ -46,3 +45,10 @@ def select_token(
         generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(probabilities / probabilities.sum(), 1, generator=generator)
     return int(candidates[drawn])
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest of [V] scores, ordered by score, then by id; more than V means all of them."""
+    threshold = scores.topk(min(count, len(scores))).values[-1]
+    ids = (scores >= threshold).nonzero().squeeze(-1)  # ascending; equals at the threshold are still all here
+    return ids[scores[ids].argsort(descending=True, stable=True)][:count]

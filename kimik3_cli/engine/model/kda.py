@@ -97,9 +97,7 @@ class KdaAttention(nn.Module):
         q, k, v = (self._heads(output) for output in outputs)
         return q, k, v
 
-    def _delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: KdaState | None
-    ) -> Tensor:
+    def _delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
         if state is None:
             return kda_chunkwise(q, k, v, g, beta, chunk_size=self.chunk_size)[0]
         if q.shape[1] == 1:

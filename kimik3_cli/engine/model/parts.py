@@ -47,7 +47,11 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 def make_activation(config: KimiK3Config) -> Activation:
     """Return the gated activation act(gate, up) of the configuration, computed in float32."""
-    return SituGlu(config.activation_situ_beta, config.activation_situ_linear_beta) if config.hidden_act == "situ" else silu_glu
+    return (
+        SituGlu(config.activation_situ_beta, config.activation_situ_linear_beta)
+        if config.hidden_act == "situ"
+        else silu_glu
+    )
 
 
 def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
