@@ -3,17 +3,41 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kimik3_cli.errors import ConfigError
 
 # Released-config keys without meaning for text-only inference: accepted and dropped.
 IGNORED_KEYS = frozenset(
-    """architectures model_type auto_map dtype torch_dtype transformers_version bos_token_id max_position_embeddings
-    initializer_range use_cache output_router_logits rope_theta rope_scaling rope_parameters attention_dropout
-    hidden_dropout topk_method use_grouped_topk kda_mode kda_unpad_inputs kda_use_fused_gate
-    kda_use_qk_l2norm_in_kernel chunk_size_feed_forward return_dict output_attentions output_hidden_states
-    head_dim""".split()
+    {
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "head_dim",
+        "hidden_dropout",
+        "initializer_range",
+        "kda_mode",
+        "kda_unpad_inputs",
+        "kda_use_fused_gate",
+        "kda_use_qk_l2norm_in_kernel",
+        "max_position_embeddings",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "topk_method",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_grouped_topk",
+    }
 )
 # Keys that this architecture knows with one meaning only: accepted with these values, an error otherwise.
 FIXED_VALUES: dict[str, tuple[object, ...]] = {

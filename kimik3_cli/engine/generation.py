@@ -88,7 +88,7 @@ def next_token_logits(
 ) -> Tensor:
     """Logits of the token after the prompt, from one pass over the whole prompt, nothing kept.
 
-    With the chunkwise backend the prompt is padded on the right to whole KDA chunks; the model is causal, so the padding
+    With the chunkwise backend the prompt is padded on the right to whole KDA chunks; the model is causal, so padding
     cannot change the logits of the last real token.
 
     Args:
@@ -109,7 +109,7 @@ def next_token_logits(
     filled = ids + [pad] * (padded_length(config, len(ids)) - len(ids))
     with torch.inference_mode(), inference_autocast(device, precision):
         hidden = model.hidden(torch.tensor([filled], device=device))  # [1,T,D]
-        logits = model.lm_head(hidden[0, len(ids) - 1]).float()  # [V]
+        logits: Tensor = model.lm_head(hidden[0, len(ids) - 1]).float()  # [V]
     if not bool(torch.isfinite(logits).all()):
         raise NonFiniteError(
             f"non-finite logits after {len(ids)} tokens; the checkpoint's weights may be damaged, "

@@ -17,9 +17,9 @@ def select_token(
 ) -> int:
     """Choose the next token.
 
-    greedy: the highest logit, the lowest id among equals; the sampling values are ignored. sample: logits / temperature;
-    the top_k highest (ordered by logit, then by id); softmax; candidates whose preceding cumulative probability has
-    reached top_p are dropped; renormalise; multinomial.
+    greedy: the highest logit, the lowest id among equals; the sampling values are ignored. sample: logits /
+    temperature; the top_k highest (ordered by logit, then by id); softmax; candidates whose preceding cumulative
+    probability has reached top_p are dropped; renormalise; multinomial.
 
     Args:
         logits: [V], any floating dtype and device.

@@ -290,6 +290,17 @@ def gradients(kernel: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> l
     return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
 
 
+@pytest.mark.parametrize("chunk_size", [16, 64, 256])
+def test_constant_slow_decays(chunk_size: int) -> None:
+    """A rounding of exp(g) repeats at every token, so over thousands of tokens it must not add up."""
+    inputs = make(2048, heads=4, sizes=(32, 16))
+    g = -(10 ** (-5 + 2 * torch.rand(4, 32, generator=torch.Generator().manual_seed(3))))
+    inputs = inputs._replace(g=g.expand_as(inputs.g), beta=inputs.beta * 0.01)
+    expected = kda_recurrence_f64(*inputs)
+    assert_equal(kda_chunkwise(*inputs, chunk_size=chunk_size), expected)
+    assert_equal(kda_recurrent(*inputs), expected)
+
+
 @pytest.mark.parametrize("kernel", [kda_chunkwise, kda_recurrent])
 def test_slow_decay_keeps_its_precision(kernel: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """A decay of 0.99992 rounds to 1 in bfloat16; over 4096 steps that is a state of another size."""

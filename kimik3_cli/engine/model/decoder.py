@@ -3,7 +3,6 @@
 Letters: B batch, T time, D hidden size, V vocabulary.
 """
 
-import torch
 from torch import Tensor, nn
 
 from kimik3_cli.engine.cache import KdaState, MlaState
@@ -76,7 +75,8 @@ class KimiK3(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits after every position: [B,T] int64 -> [B,T,V]."""
-        return self.lm_head(self.hidden(ids))
+        logits: Tensor = self.lm_head(self.hidden(ids))
+        return logits
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final normed hidden states: [B,T] int64 -> [B,T,D] float32."""
@@ -86,4 +86,5 @@ class KimiK3(nn.Module):
             h, blocks = layer(h, blocks)
         if self.config.attn_res_block_size is not None:
             h = mix_residuals(h, blocks, self.output_attn_res_norm, self.output_attn_res_proj)
-        return self.norm(h)
+        normed: Tensor = self.norm(h)
+        return normed

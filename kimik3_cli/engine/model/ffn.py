@@ -1,6 +1,6 @@
 """Feed-forward layers: dense, router, experts, latent mixture of experts.
 
-Letters: B batch, T time, N = B*T tokens, D hidden size, L latent width (D without a latent), E experts, k chosen a token.
+Letters: B batch, T time, N = B*T tokens, D hidden size, L latent width (D without one), E experts, k chosen a token.
 """
 
 import torch
@@ -24,7 +24,8 @@ class DenseFfn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,D] -> [B,T,D]."""
-        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+        y: Tensor = self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+        return y
 
 
 class Expert(nn.Module):
@@ -38,7 +39,8 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n,L] -> [n,L]."""
-        return self.w2(self.activation(self.w1(x), self.w3(x)))
+        y: Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))
+        return y
 
 
 class Router(nn.Module):
@@ -71,7 +73,7 @@ class Router(nn.Module):
         """Rule out experts outside the groups whose two best biased scores sum highest, [N,E] -> [N,E]."""
         if self.groups == 1:
             return biased
-        grouped = biased.unflatten(-1, (self.groups, -1))  # [N,groups,E/groups]
+        grouped = biased.view(len(biased), self.groups, -1)  # [N,groups,E/groups]
         rank = grouped.topk(2, dim=-1).values.sum(-1)  # [N,groups]
         kept = rank.topk(self.topk_group, dim=-1).indices
         ruled_out = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False)
@@ -79,7 +81,7 @@ class Router(nn.Module):
 
 
 class LatentMoe(nn.Module):
-    """Stable latent mixture of experts (Kimi K3, arXiv 2607.24653); without a latent the experts work on the hidden size."""
+    """Stable latent mixture of experts (Kimi K3, arXiv 2607.24653); without a latent, experts work on the hidden size."""
 
     def __init__(self, config: KimiK3Config) -> None:
         """Create router, experts, and what the configuration has of shared experts, latent projections and norm."""
@@ -107,8 +109,10 @@ class LatentMoe(nn.Module):
             routed = self.routed_expert_norm(routed)
         if self.has_latent:
             routed = self.routed_expert_up_proj(routed)
-        y = routed.view(x.shape)
-        return y + self.shared_experts(x) if self.has_shared else y
+        y: Tensor = routed.view(x.shape)
+        if self.has_shared:
+            y = y + self.shared_experts(x)
+        return y
 
     def _routed(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: latent [N,L], experts and weights [N,k] -> [N,L] float32.
@@ -118,7 +122,7 @@ class LatentMoe(nn.Module):
         chosen = experts.shape[-1]
         by_expert = experts.flatten().argsort(stable=True)  # [N*k], positions in the flat choice
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        inputs = latent[by_expert // chosen].split(counts)
+        inputs = torch.split(latent[by_expert // chosen], counts)
         outputs = [self.experts[e](rows) for e, rows in enumerate(inputs) if len(rows)]
-        in_order = torch.cat(outputs).float()[by_expert.argsort()].unflatten(0, (-1, chosen))  # [N,k,L]
+        in_order = torch.cat(outputs).float()[by_expert.argsort()].view(*experts.shape, -1)  # [N,k,L]
         return (in_order * weights.unsqueeze(-1)).sum(-2)

@@ -35,9 +35,8 @@ class ShortConv(nn.Module):
         """
         taps = self.weight.squeeze(1).to(x.dtype).unbind(-1)  # kernel times [channels]
         if tail is None:
-            padded = F.pad(x, (0, 0, len(taps) - 1, 0))
-        else:
-            padded = torch.cat([tail.to(x.dtype), x], dim=1)
+            tail = x.new_zeros(x.shape[0], len(taps) - 1, x.shape[2])
+        padded = torch.cat([tail.to(x.dtype), x], dim=1)  # [B,kernel-1+T,channels]
         time = x.shape[1]
         total = padded[:, :time] * taps[0]
         for shift, tap in enumerate(taps[1:], start=1):
@@ -80,11 +79,12 @@ class KdaAttention(nn.Module):
         beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
         o = self._delta_rule(q, k, v.float(), g, beta, state)  # [B,T,H,K] float32
         gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))
-        return self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
+        y: Tensor = self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
+        return y
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B,T,H*K] -> [B,T,H,K]."""
-        return x.unflatten(-1, (self.heads, self.head_dim))
+        return x.view(*x.shape[:-1], self.heads, self.head_dim)
 
     def _convolved(self, x: Tensor, state: KdaState | None) -> tuple[Tensor, Tensor, Tensor]:
         tails = (None, None, None) if state is None else state.tail.chunk(3, dim=-1)

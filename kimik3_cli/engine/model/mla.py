@@ -19,7 +19,7 @@ class MlaAttention(nn.Module):
     """NoPE MLA (Kimi Linear, arXiv 2510.26692; output gate: Kimi K3, arXiv 2607.24653): nothing is ever rotated."""
 
     def __init__(self, config: KimiK3Config) -> None:
-        """Create the parameters under the checkpoint's names; the configuration has checked that the sizes are there."""
+        """Create the parameters under the checkpoint's names; the configuration guarantees the sizes."""
         super().__init__()
         self.heads, self.latent_dim = config.num_attention_heads or 0, config.kv_lora_rank or 0
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim or 0, config.qk_rope_head_dim or 0
@@ -43,25 +43,30 @@ class MlaAttention(nn.Module):
     def forward(self, x: Tensor, state: MlaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and extended by T tokens."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_query else self.q_proj(x)
-        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B,H,T,N+R]
+        q = self._heads(q)  # [B,H,T,N+R]
         latent = self.compress(x)  # [B,T,C+R]
         if state is not None:
             latent = state.append(latent)  # [B,L,C+R]
         o = self._attend(q, latent).transpose(1, 2).flatten(-2)  # [B,T,H*V]
         if self.gated:
             o = o * torch.sigmoid(self.g_proj(x).float())
-        return self.o_proj(o)
+        y: Tensor = self.o_proj(o)
+        return y
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B,T,H*X] -> [B,H,T,X]."""
+        return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
 
     def compress(self, x: Tensor) -> Tensor:
-        """[B,T,D] -> all that a token leaves behind: its normed latent, then its key slice shared by all heads, [B,T,C+R]."""
-        latent, shared_key = self.kv_a_proj_with_mqa(x).split([self.latent_dim, self.rope_dim], dim=-1)
+        """[B,T,D] -> what a token leaves behind, [B,T,C+R]: its normed latent, then its key slice shared by all heads."""
+        latent, shared_key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
         return torch.cat([self.kv_a_layernorm(latent), shared_key.float()], dim=-1)
 
     def _attend(self, q: Tensor, latent: Tensor) -> Tensor:
-        """Expanded attention: q [B,H,T,N+R] over latent [B,L,C+R], the last T of L being the queries' own -> [B,H,T,V]."""
-        latent, shared_key = latent.split([self.latent_dim, self.rope_dim], dim=-1)
-        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B,H,L,N+V]
-        k_nope, v = expanded.split([self.nope_dim, self.value_dim], dim=-1)
+        """Attend with q [B,H,T,N+R] over latent [B,L,C+R], whose last T are the queries' own -> [B,H,T,V]."""
+        latent, shared_key = latent[..., : self.latent_dim], latent[..., self.latent_dim :]
+        expanded = self._heads(self.kv_b_proj(latent))  # [B,H,L,N+V]
+        k_nope, v = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
         k_shared = shared_key.unsqueeze(1).expand(-1, self.heads, -1, -1).to(k_nope.dtype)
         k = torch.cat([k_nope, k_shared], dim=-1)  # [B,H,L,N+R]
         new, total = q.shape[-2], k.shape[-2]

@@ -60,9 +60,9 @@ def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class SituGlu:
-    """SiTU (Kimi K3, arXiv 2607.24653): b tanh(gate/b) sigmoid(gate) * l tanh(up/l); the sigmoid takes the uncapped gate.
+    """SiTU (Kimi K3, arXiv 2607.24653): b tanh(gate/b) sigmoid(gate) * l tanh(up/l).
 
-    b null counts as 1; l null leaves `up` as it is.
+    The sigmoid takes the uncapped gate; b null counts as 1; l null leaves `up` as it is.
     """
 
     def __init__(self, beta: float | None, linear_beta: float | None) -> None:

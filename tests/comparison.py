@@ -1,0 +1,50 @@
+"""Compares a checkpoint run by the package with the float64 model of these tests."""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
+from oracle import OracleRun, oracle_run
+from torch import Tensor
+
+from kimik3_cli.engine.generation import next_token_logits
+from kimik3_cli.engine.model.decoder import KimiK3
+
+CLOSE = 1e-4
+"""Logits are close when max|difference| <= CLOSE * max|logit|."""
+CLEAR_ROUTING = 1e-5
+"""Below this distance between two experts' scores, float32 may rightly choose another expert than float64."""
+
+
+def load(path: str | PathLike[str], backend: str = "chunkwise") -> KimiK3:
+    """The model of a checkpoint file, through the package's own loader."""
+    return load_checkpoint_model(path, "cpu", backend)[0]
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """max|difference| / max|expected|; the shapes must agree and `actual` be finite."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def assert_close(actual: Tensor, expected: Tensor, bound: float = CLOSE) -> None:
+    difference = relative_difference(actual, expected)
+    assert difference <= bound, f"relative difference {difference:.2e}"
+
+
+def assert_matches_oracle(path: str | PathLike[str], checkpoint: dict[str, Any], ids: Sequence[int]) -> Tensor:
+    """The file's next-token logits are the float64 model's; returns the latter."""
+    run = oracle_run(checkpoint, ids)
+    assert run.routing_gap > CLEAR_ROUTING, "an ambiguous choice of experts: use another seed"
+    assert_close(next_token_logits(load(path), list(ids)), run.logits[-1])
+    return run.logits[-1]
+
+
+@torch.no_grad()
+def assert_matches_run(model: KimiK3, ids: Sequence[int], run: OracleRun) -> None:
+    """The model's logits are the float64 run's, at every position and for the next token."""
+    assert_close(model(torch.tensor([list(ids)]))[0], run.logits)
+    assert_close(next_token_logits(model, list(ids)), run.logits[-1])
