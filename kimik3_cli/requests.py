@@ -1,10 +1,14 @@
-"""What was asked, validated: everything that can be refused without reading a checkpoint is refused here."""
+"""What was asked, validated: everything that can be refused without reading a checkpoint is refused here.
+
+Values may arrive as the text of a command line ("50") or as Python numbers; a refusal names the flag either way.
+"""
 
 import math
+import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from kimik3_cli.errors import RequestError
 
@@ -12,7 +16,10 @@ Mode = Literal["greedy", "sample"]
 Precision = Literal["fp32", "bf16"]
 Backend = Literal["chunkwise", "fused"]
 MAX_SEED = 2**63
+MAX_DIGITS = 18
+SHOWN_CHARACTERS = 60
 OUTPUT_SUFFIXES = (".npy", ".safetensors", ".pt")
+DEVICE_NAMES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
 def check_sampling(mode: str, temperature: float, top_k: int, top_p: float, seed: int = 0) -> None:
@@ -41,15 +48,56 @@ def parse_token_ids(text: str) -> list[int]:
     Raises:
         RequestError: naming the field that is not a non-negative decimal integer.
     """
-    ids = []
-    for field in text.split(","):
-        digits = field.strip()
-        if not (digits.isascii() and digits.isdigit()):
+    fields = [field.strip() for field in text.split(",")]
+    for field in fields:
+        if not (field.isascii() and field.isdigit() and len(field) <= MAX_DIGITS):
             raise RequestError(
-                f"--token-ids holds {field!r}; give comma-separated non-negative integers such as 7,13,29"
+                f"--token-ids holds {_shown(field)}; give comma-separated non-negative integers such as 7,13,29"
             )
-        ids.append(int(digits))
-    return ids
+    return [int(field) for field in fields]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+def _token_ids(value: object) -> object:
+    return parse_token_ids(value) if isinstance(value, str) else value
+
+
+def _whole_number(value: object) -> object:
+    """Keep pydantic from reading True, 7.0 and "7.0" as integers."""
+    if isinstance(value, (bool, float)) or (isinstance(value, str) and not re.fullmatch(r"[+-]?[0-9]+", value.strip())):
+        raise ValueError("give a whole number")
+    return value
+
+
+def _path(value: object) -> object:
+    if value == "":
+        raise ValueError("give the name of a file")
+    return value
+
+
+def _device(value: object) -> object:
+    if not (isinstance(value, str) and DEVICE_NAMES.fullmatch(value)):
+        raise ValueError("give auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _text(value: object) -> object:
+    """Refuse what no tokenizer can read: bytes of the command line that are not UTF-8 arrive as lone surrogates."""
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("give valid UTF-8 text")
+    if value == "":
+        raise ValueError("give at least one character")
+    return value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
+Device = Annotated[str, BeforeValidator(_device)]
+Text = Annotated[str, BeforeValidator(_text)]
 
 
 class Request(BaseModel):
@@ -67,26 +115,37 @@ class Request(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            refusal = first.get("ctx", {}).get("error")
-            if isinstance(refusal, RequestError):
-                raise refusal from None
-            flag = "--" + str(first["loc"][0]).replace("_", "-")
-            raise RequestError(f"{flag} is {first['input']!r}; {first['msg'].lower()}") from None
+            raise _refusal(error.errors()[0]) from None
+
+
+def _refusal(first: Any) -> RequestError:
+    """Turn pydantic's first finding into a sentence: flag, value, remedy."""
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):
+        return cause
+    remedies = {
+        "value_error": str(cause),
+        "int_parsing_size": "give a smaller number",
+        "float_parsing": "give a number",
+        "literal_error": f"give {first.get('ctx', {}).get('expected')}".replace("'", ""),
+    }
+    name = str(first["loc"][0])
+    flag = "PATH" if name == "path" else "--" + name.replace("_", "-")
+    return RequestError(f"{flag} is {_shown(first['input'])}; {remedies.get(first['type'], first['msg'])}")
 
 
 class ModelRequest(Request):
     """Which model, where it runs, and the prompt: exactly one of text and token ids."""
 
-    checkpoint: Path
-    device: str = "auto"
+    checkpoint: FilePath
+    device: Device = "auto"
     backend: Backend | None = None
     precision: Precision = "fp32"
-    pad_id: int | None = None
-    prompt: str | None = None
-    token_ids: list[int] | None = None
-    tokenizer: str | None = None
-    tokenizer_revision: str | None = None
+    pad_id: WholeNumber | None = None
+    prompt: Text | None = None
+    token_ids: Annotated[list[WholeNumber], BeforeValidator(_token_ids)] | None = None
+    tokenizer: Text | None = None
+    tokenizer_revision: Text | None = None
     local_files_only: bool = False
 
     @model_validator(mode="after")
@@ -94,8 +153,8 @@ class ModelRequest(Request):
         if (self.prompt is None) == (self.token_ids is None):
             count = "neither" if self.prompt is None else "both"
             raise RequestError(f"{count} of --prompt and --token-ids given; give exactly one")
-        if self.prompt == "":
-            raise RequestError("--prompt is empty; give at least one character")
+        if self.token_ids is not None and not self.token_ids:
+            raise RequestError("--token-ids is empty; give at least one token id")
         if self.pad_id is not None and self.pad_id < 0:
             raise RequestError(f"--pad-id is {self.pad_id}; give a token id, 0 or more")
         return self
@@ -104,13 +163,13 @@ class ModelRequest(Request):
 class GenerateRequest(ModelRequest):
     """`kimik3 generate`."""
 
-    max_new_tokens: int = 32
+    max_new_tokens: WholeNumber = 32
     mode: Mode = "greedy"
     temperature: float = 1.0
-    top_k: int = 50
+    top_k: WholeNumber = 50
     top_p: float = 1.0
-    seed: int = 0
-    eos_id: int | None = None
+    seed: WholeNumber = 0
+    eos_id: WholeNumber | None = None
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
@@ -125,24 +184,26 @@ class GenerateRequest(ModelRequest):
 class LogitsRequest(ModelRequest):
     """`kimik3 logits`."""
 
-    top: int = 10
+    top: WholeNumber = 10
     full: bool = False
-    output: Path | None = None
+    output: FilePath | None = None
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
         if self.top < 1:
             raise RequestError(f"--top is {self.top}; give 1 or more")
-        if self.output is not None and self.output.suffix not in OUTPUT_SUFFIXES:
-            raise RequestError(
-                f"--output is {str(self.output)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}"
-            )
+        if self.output is None:
+            return self
+        if self.output.suffix not in OUTPUT_SUFFIXES:
+            raise RequestError(f"--output is {str(self.output)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}")
+        if not self.output.parent.is_dir():
+            raise RequestError(f"--output is {str(self.output)!r}; the folder {str(self.output.parent)!r} does not exist")
         return self
 
 
 class InspectRequest(Request):
     """`kimik3 inspect-checkpoint`."""
 
-    path: Path
+    path: FilePath
     tensors: bool = False
     deep: bool = False

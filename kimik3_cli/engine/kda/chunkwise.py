@@ -8,11 +8,13 @@ Within a chunk with entering state S (Kimi Linear, arXiv 2510.26692, section 3):
     o_i = S^T (e^{G_i} q_i) + sum_{j<=i} b_ij u_j                    b_ij = sum_d q_i k_j e^{G_i - G_j}
     S'  = e^{G_C} S + sum_j (e^{G_C - G_j} k_j) u_j^T
 
-Every pair (i, j) is split by exactly one boundary between two neighbouring blocks of 1, 2, 4, ... tokens. There
-e^{G_i - G_j} = after_i * until_j: the decay from the boundary to i times the decay from j to the boundary. Both are
-products of factors in (0,1], built up block by block, so nothing overflows and nothing cancels for any g. The same walk
-over block sizes inverts I + diag(beta) a by merging inverses of blocks, which stays exact for correlated keys.
+Every pair (i, j) is split by exactly one boundary between two neighbouring blocks of 1, 2, 4, ... tokens, where
+e^{G_i - G_j} is the decay from the boundary to i times the decay from j to it. Both are products of factors in
+(0,1], built up block by block, so nothing overflows and nothing cancels for any g. The same walk over block sizes
+inverts I + diag(beta) a by merging the inverses of blocks, which stays exact for correlated keys.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +47,10 @@ def kda_chunkwise(
     batch, time, heads, key_dim = k.shape
     value_dim = v.shape[-1]
     q, k, v, g, beta = (_to_chunks(x, chunk_size) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [B*H,N,C,*]
-    inverse, scores, decay_in, decay_out = _within_chunks(q, k, g, beta)
-    values = inverse @ (beta * v)  # [B*H,N,C,V], the u of a zero S
-    reads = inverse @ (beta * decay_in * k)  # [B*H,N,C,K], what S takes away from them
-    q_in = decay_in * q  # [B*H,N,C,K]
-    k_out = (decay_out * k).transpose(-1, -2)  # [B*H,N,K,C]
-    total_decay = decay_in[:, :, -1, :, None]  # [B*H,N,K,1]
+    inside = _within_chunks(q, k, beta * k, g)
+    values = inside.inverse @ (beta * v)  # [B*H,N,C,V], the u of a zero S
+    reads = inside.inverse @ inside.beta_k_in  # [B*H,N,C,K], what S takes away from them
+    k_out = inside.k_out.transpose(-1, -2)  # [B*H,N,K,C]
     if initial_state is None:
         state = v.new_zeros(batch * heads, key_dim, value_dim)
     else:
@@ -58,8 +58,8 @@ def kda_chunkwise(
     outputs = []
     for n in range(values.shape[1]):
         u = torch.baddbmm(values[:, n], reads[:, n], state, alpha=-1)  # [B*H,C,V]
-        outputs.append(torch.baddbmm(q_in[:, n] @ state, scores[:, n], u))
-        state = torch.baddbmm(total_decay[:, n] * state, k_out[:, n], u)
+        outputs.append(torch.baddbmm(inside.q_in[:, n] @ state, inside.scores[:, n], u))
+        state = torch.baddbmm(inside.decay[:, n] * state, k_out[:, n], u)
     output = torch.stack(outputs, dim=1).reshape(batch, heads, -1, value_dim)[:, :, :time]
     return output.transpose(1, 2), state.reshape(batch, heads, key_dim, value_dim)
 
@@ -71,45 +71,56 @@ def _to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     return F.pad(x.transpose(1, 2), (0, 0, 0, padding)).reshape(batch * heads, -1, chunk_size, width).contiguous()
 
 
-def _within_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute everything that does not need the entering state, for all chunks at once.
+class _Inside(NamedTuple):
+    """What a chunk does by itself, before its entering state is known."""
 
-    Args:
-        q, k, g: [B*H,N,C,K].
-        beta: [B*H,N,C,1].
+    inverse: Tensor  # (I + diag(beta) a)^-1, [B*H,N,C,C]
+    scores: Tensor  # b, [B*H,N,C,C]
+    q_in: Tensor  # e^{G_i} q_i, [B*H,N,C,K]
+    beta_k_in: Tensor  # e^{G_i} beta_i k_i, [B*H,N,C,K]
+    k_out: Tensor  # e^{G_C - G_j} k_j, [B*H,N,C,K]
+    decay: Tensor  # e^{G_C}, [B*H,N,K,1]
 
-    Returns:
-        (I + diag(beta) a)^-1 and b [B*H,N,C,C]; the decay from the chunk's start to i (i included), and from j (j
-        excluded) to the chunk's end [B*H,N,C,K].
+
+def _within_chunks(q: Tensor, k: Tensor, beta_k: Tensor, g: Tensor) -> _Inside:
+    """Walk from blocks of one token to whole chunks, for all chunks at once; every argument is [B*H,N,C,K].
+
+    In a block of s tokens q_in and beta_k_in hold the decay from the block's start, k_out the decay to its end.
     """
-    rows, chunks, chunk_size, key_dim = k.shape
-
-    def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """[M*C/s,s,X] -> the left and the right block of each pair, [M*C/2s,s,X]."""
-        pairs = x.view(-1, 2, size, x.shape[-1])
-        return pairs[:, 0], pairs[:, 1]
-
-    beta_k = beta * k
-    after = g.exp().view(-1, 1, key_dim)  # decay from the block's start to i, i included
-    until = torch.ones_like(after)  # decay after j to the block's end
-    inverse = torch.ones_like(beta).view(-1, 1, 1)
-    scores = (q * k).sum(-1).view(-1, 1, 1)
+    chunk_size, key_dim = k.shape[-2:]
+    decay = g.exp()  # over the whole block, [X,1,K]
+    q_in, beta_k_in, k_out = q * decay, beta_k * decay, k
+    inverse = torch.ones_like(k[..., :1])  # [X,s,s]
+    scores = (q * k).sum(-1)
     size = 1
     while size < chunk_size:
-        left_after, right_after = halves(after, size)
-        left_until, right_until = halves(until, size)
-        to_boundary = (halves(k, size)[0] * left_until).transpose(-1, -2)  # [M*C/2s,K,s]
-        a = (halves(beta_k, size)[1] * right_after) @ to_boundary  # [M*C/2s,s,s]
-        b = (halves(q, size)[1] * right_after) @ to_boundary
-        left_inverse, right_inverse = halves(inverse, size)
-        inverse = _join(left_inverse, -(right_inverse @ a) @ left_inverse, right_inverse)
-        left_scores, right_scores = halves(scores, size)
-        scores = _join(left_scores, b, right_scores)
-        after = torch.cat([left_after, right_after * left_after[:, -1:]], dim=1)  # [M*C/2s,2s,K]
-        until = torch.cat([left_until * right_after[:, -1:], right_until], dim=1)
+        (_, right_q), (_, right_k), (left_k, _) = (_pairs(x, size).unbind(1) for x in (q_in, beta_k_in, k_out))
+        left_k = left_k.transpose(-1, -2)  # [X/2,K,s]
+        left, right = _pairs(inverse, size, size).unbind(1)
+        inverse = _join(left, -(right @ (right_k @ left_k)) @ left, right)
+        left, right = _pairs(scores, size, size).unbind(1)
+        scores = _join(left, right_q @ left_k, right)
+        left, right = decay.view(-1, 2, 1, key_dim).unbind(1)
+        into_right = torch.stack([torch.ones_like(left), left], dim=1)  # [X/2,2,1,K]
+        out_of_left = torch.stack([right, torch.ones_like(right)], dim=1)
+        q_in, beta_k_in = _pairs(q_in, size) * into_right, _pairs(beta_k_in, size) * into_right
+        k_out = _pairs(k_out, size) * out_of_left
+        decay = left * right
         size *= 2
-    square, wide = (rows, chunks, chunk_size, chunk_size), (rows, chunks, chunk_size, key_dim)
-    return inverse.view(square), scores.view(square), after.view(wide), until.view(wide)
+    square = (*k.shape[:2], chunk_size, chunk_size)
+    return _Inside(
+        inverse.view(square),
+        scores.view(square),
+        q_in.view_as(k),
+        beta_k_in.view_as(k),
+        k_out.view_as(k),
+        decay.view(*k.shape[:2], key_dim, 1),
+    )
+
+
+def _pairs(x: Tensor, size: int, width: int | None = None) -> Tensor:
+    """View blocks of `size` tokens as neighbours, [X/2,2,size,width]."""
+    return x.view(-1, 2, size, width or x.shape[-1])
 
 
 def _join(top_left: Tensor, bottom_left: Tensor, bottom_right: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Router(nn.Module):
 
 
 class LatentMoe(nn.Module):
-    """Stable latent mixture of experts (Kimi K3, arXiv 2607.24653); without a latent, experts work on the hidden size."""
+    """Stable latent mixture of experts (Kimi K3, arXiv 2607.24653); without a latent, experts see the hidden size."""
 
     def __init__(self, config: KimiK3Config) -> None:
         """Create router, experts, and what the configuration has of shared experts, latent projections and norm."""

@@ -58,7 +58,7 @@ class MlaAttention(nn.Module):
         return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
 
     def compress(self, x: Tensor) -> Tensor:
-        """[B,T,D] -> what a token leaves behind, [B,T,C+R]: its normed latent, then its key slice shared by all heads."""
+        """[B,T,D] -> what a token leaves behind, [B,T,C+R]: its normed latent, then its shared key slice."""
         latent, shared_key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
         return torch.cat([self.kv_a_layernorm(latent), shared_key.float()], dim=-1)
 

@@ -1,0 +1,31 @@
+# Everything a newcomer needs: `make demo` runs the bundled model, `make test` runs all tests. Both set up .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(VENV)/bin/kimik3 generate --prompt "ROMEO. " --max-new-tokens 120 --mode sample --temperature 0.8 --seed 1
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)
+	$(VENV)/bin/python tests/bench_kda.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kimik3.egg-info
+
+# Made once, and again when the dependencies change.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

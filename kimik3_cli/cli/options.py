@@ -1,0 +1,136 @@
+"""Every option of every command: name, panel, default and one line of help.
+
+Typer reads them as a function's signature. All values stay text until requests.py validates them, so that each refusal
+is worded in one place and pydantic is not imported for a help page.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
+from itertools import islice
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+Values = Mapping[str, Any]
+SWITCHES = ("--json", "--debug", "--quiet")
+
+
+class Switches(NamedTuple):
+    """What the switches of every command say about its output."""
+
+    json: bool = False
+    debug: bool = False
+    quiet: bool = False
+
+
+def _option(panel: str, name: str, metavar: str, text: str, default: str | None = None, **more: Any) -> Parameter:
+    flag = "--" + name.replace("_", "-")
+    info = typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, info], default=default)
+
+
+def _switch(panel: str, name: str, text: str, **more: Any) -> Parameter:
+    info = typer.Option("--" + name.replace("_", "-"), help=text, rich_help_panel=panel, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[bool, info], default=False)
+
+
+def _argument(name: str, text: str) -> Parameter:
+    info = typer.Argument(metavar=name.upper(), help=text, show_default=False)
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[str, info])
+
+
+def _show_help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit
+
+
+HELP = _switch("Output", "help", "Show this page.", is_eager=True, callback=_show_help)
+MODEL = (
+    _option(
+        "Model", "checkpoint", "PATH", "Checkpoint; default: the bundled model.", envvar="KIMIK3_CHECKPOINT"
+    ),
+    _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
+    _option("Model", "backend", "NAME", "chunkwise or fused; default: fused on CUDA."),
+    _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
+    _option("Model", "pad_id", "ID", "Padding token; default: the checkpoint's."),
+)
+PROMPT = (
+    _option("Prompt", "prompt", "TEXT", "Text, or - for standard input."),
+    _option("Prompt", "token_ids", "IDS", "Token ids such as 7,13,29, no tokenizer."),
+    _option("Prompt", "tokenizer", "NAME", "Name or folder; default: the checkpoint's."),
+    _option("Prompt", "tokenizer_revision", "REV", "Revision on the hub; default: main."),
+    _switch("Prompt", "local_files_only", "Never ask the hub."),
+)
+SAMPLING = (
+    _option("Sampling", "max_new_tokens", "N", "Tokens to add at most.", "32"),
+    _option("Sampling", "mode", "NAME", "greedy or sample.", "greedy"),
+    _option("Sampling", "temperature", "X", "Divides the logits.", "1.0"),
+    _option("Sampling", "top_k", "N", "Keep the N likeliest.", "50"),
+    _option("Sampling", "top_p", "X", "Keep the likeliest that reach X.", "1.0"),
+    _option("Sampling", "seed", "N", "Seed of the draws.", "0"),
+    _option("Sampling", "eos_id", "ID", "Token that ends the text; default: the tokenizer's."),
+)
+LOGITS = (
+    _option("Output", "top", "N", "List the N best.", "10"),
+    _switch("Output", "full", "Add all logits."),
+    _option("Output", "output", "FILE", "Write all logits: .npy, .safetensors or .pt."),
+)
+INSPECT = (
+    _argument("path", "The checkpoint to look at."),
+    _switch("Output", "tensors", "List every tensor."),
+    _switch("Output", "deep", "Read the file: verify checksums, find NaN and inf."),
+)
+SCHEMA = (_argument("name", "generate, logits or inspect."),)
+COMMON = (
+    _switch("Output", "json", "JSON on a terminal too."),
+    _switch("Output", "debug", "Traceback on errors."),
+    _switch("Output", "quiet", "No progress, no warnings."),
+    HELP,
+)
+
+
+def with_options(run: Callable[[Any, Values], int], options: Sequence[Parameter]) -> Callable[..., int]:
+    """Return a function that Typer sees with these options; it hands `run` the sink and the values that were given."""
+
+    def command(context: typer.Context, **values: Any) -> int:
+        own = {name: value for name, value in values.items() if _is_given(name, value)}
+        return run(context.obj, own)
+
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    command.__signature__ = Signature([context, *options, *COMMON])  # type: ignore[attr-defined]
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _is_given(name: str, value: object) -> bool:
+    return value is not None and name not in {parameter.name for parameter in COMMON}
+
+
+def take_switches(words: Sequence[str]) -> tuple[Switches, list[str]]:
+    """Take --json, --debug and --quiet out of a command line, wherever they stand.
+
+    They decide how a usage error looks, so they are read before Typer parses anything. The value of an option stays:
+    in `--prompt --json` the second word is a prompt.
+    """
+    rest: list[str] = []
+    taken = set()
+    remaining: Iterator[str] = iter(words)
+    for word in remaining:
+        if word in SWITCHES:
+            taken.add(word)
+            continue
+        rest.append(word)
+        if word == "--":
+            rest.extend(remaining)
+        elif word in _TAKES_VALUE:
+            rest.extend(islice(remaining, 1))
+    return Switches(*(switch in taken for switch in SWITCHES)), rest
+
+
+def _flags_with_values() -> frozenset[str]:
+    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS)
+    return frozenset("--" + o.name.replace("_", "-") for o in options if isinstance(o.default, str) or o.default is None)
+
+
+_TAKES_VALUE = _flags_with_values()

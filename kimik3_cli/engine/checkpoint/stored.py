@@ -1,0 +1,109 @@
+"""What a file says of the values in it: where each tensor lies, and which types stay opaque. Nothing is read or run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+ITEM_BYTES = {
+    **dict.fromkeys("bool uint8 int8 qint8 quint8 quint4x2 quint2x4 bits8 bits1x8 bits2x4 bits4x2".split(), 1),
+    **dict.fromkeys("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split(), 1),
+    **dict.fromkeys(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))], 1),
+    **dict.fromkeys("float16 bfloat16 int16 uint16 bits16".split(), 2),
+    **dict.fromkeys("float32 int32 uint32 qint32 complex32".split(), 4),
+    **dict.fromkeys("float64 int64 uint64 complex64".split(), 8),
+    "complex128": 16,
+}
+SHOWN_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageRef:
+    """One record of numbers: `data/{key}` in the archive, `numel` elements of `dtype`."""
+
+    key: str
+    dtype: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole record."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A strided view of a storage; offset and stride count elements of `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: StorageRef
+    offset: int
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of this view."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        """What two references to the same numbers have in common."""
+        return self.storage.key, self.dtype, self.offset, self.shape, self.stride
+
+    @property
+    def whole_record(self) -> bool:
+        """Say whether the view is its record from first to last byte, in order."""
+        wanted = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != wanted:
+                return False
+            wanted *= size
+        return self.nbytes == self.storage.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Global:
+    """A class or function that the file names; it is never imported. Refused when torch would refuse it."""
+
+    type_name: str
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object that stays opaque: its type, what it was made from, and whether torch would refuse it."""
+
+    type_name: str
+    args: tuple[Any, ...]
+    refused: bool
+
+
+def children(value: object) -> Iterator[tuple[object, object]]:
+    """Yield (key or index, value) of everything that one value holds directly."""
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple | set):
+        yield from enumerate(value)
+    elif isinstance(value, Instance):
+        yield from enumerate(value.args)
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a value for a reader: dtype and shape of a tensor, else the type's name."""
+    if isinstance(value, TensorRef):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, StorageRef):
+        return f"{value.dtype} storage"
+    return value.type_name if isinstance(value, Global | Instance) else type(value).__name__
+
+
+def printable(text: str) -> str:
+    """Return the text as one printable line of limited length: control characters escaped, the rest cut off."""
+    cut = text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
