@@ -8,79 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.device import inference_autocast
+from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.engine.sampling import select_token
-from kimik3_cli.errors import NonFiniteError, RequestError
+from kimik3_cli.errors import NonFiniteError
 from kimik3_cli.requests import check_sampling
-
-FALLBACK_EOS_ID = 0
-
-
-def check_token_id(config: KimiK3Config, token_id: object, name: str) -> int:
-    """Return a valid token id.
-
-    Raises:
-        RequestError: it is not an integer (a bool is none, nor is 7.0) or not in the vocabulary.
-    """
-    if type(token_id) is not int:
-        raise RequestError(f"{name} is {token_id!r}; give an integer token id")
-    if not 0 <= token_id < config.vocab_size:
-        raise RequestError(f"{name} is {token_id}; the vocabulary has ids 0 to {config.vocab_size - 1}")
-    return token_id
-
-
-def check_prompt(config: KimiK3Config, token_ids: Sequence[object], pad_id: object = None) -> tuple[list[int], int]:
-    """Return the prompt's ids and the pad id (None: the configuration's), all valid.
-
-    Raises:
-        RequestError: empty prompt, an invalid id, or more tokens than max_seq_len.
-    """
-    if not token_ids:
-        raise RequestError("the prompt is empty; give at least one token id")
-    ids = [check_token_id(config, token_id, "a prompt token id") for token_id in token_ids]
-    if len(ids) > config.max_seq_len:
-        raise RequestError(f"the prompt has {len(ids)} tokens; the model's max_seq_len is {config.max_seq_len}")
-    return ids, check_token_id(config, config.pad_token_id if pad_id is None else pad_id, "--pad-id")
-
-
-def padded_length(config: KimiK3Config, length: int) -> int:
-    """Length that the stateless pass computes: the chunkwise backend fills the last KDA chunk.
-
-    Raises:
-        RequestError: the filled length exceeds max_seq_len.
-    """
-    if config.kda_backend != "chunkwise" or not config.linear_attn_config.kda_layers:
-        return length
-    padded = -(-length // config.kda_chunk_size) * config.kda_chunk_size
-    if padded > config.max_seq_len:
-        raise RequestError(
-            f"{length} tokens fill {padded} with kda_chunk_size {config.kda_chunk_size}, "
-            f"but max_seq_len is {config.max_seq_len}; shorten the prompt or the continuation"
-        )
-    return padded
-
-
-def check_generation(
-    config: KimiK3Config, prompt_ids: Sequence[object], max_new_tokens: object, pad_id: object = None
-) -> tuple[list[int], int]:
-    """Check that a whole request fits before anything is computed; return what `check_prompt` returns.
-
-    Raises:
-        RequestError: see `check_prompt`; or the request needs more than max_seq_len.
-    """
-    ids, pad = check_prompt(config, prompt_ids, pad_id)
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise RequestError(f"--max-new-tokens is {max_new_tokens!r}; give an integer, 1 or more")
-    total = len(ids) + max_new_tokens
-    if total > config.max_seq_len:
-        raise RequestError(
-            f"{len(ids)} prompt tokens + --max-new-tokens {max_new_tokens} = {total}; "
-            f"the model's max_seq_len is {config.max_seq_len}"
-        )
-    padded_length(config, total - 1)
-    return ids, pad
 
 
 def next_token_logits(
@@ -160,18 +93,6 @@ def stream_tokens(
         yield token, reason
         if reason:
             return
-
-
-def eos_ids(config: KimiK3Config, eos_id: int | Sequence[int] | None) -> frozenset[int]:
-    """Return the valid ids that end a text: the given ones, else the configuration's, else 0.
-
-    Raises:
-        RequestError: an id is not in the vocabulary.
-    """
-    if eos_id is None:
-        eos_id = config.eos_token_ids or FALLBACK_EOS_ID
-    given = [eos_id] if isinstance(eos_id, int) else eos_id
-    return frozenset(check_token_id(config, each, "--eos-id") for each in given)
 
 
 def generate_tokens(

@@ -44,7 +44,7 @@ def unpickle(data: bytes) -> tuple[Any, dict[str, StorageRef], list[str]]:
     machine = _Machine()
     try:
         value = machine.run(data)
-    except (TypeError, LookupError, AttributeError, OverflowError) as error:
+    except (TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return value, machine.storages, machine.refused
 
