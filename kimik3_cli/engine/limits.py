@@ -1,4 +1,4 @@
-"""What a model accepts: token ids, lengths, end ids. Needs no torch, so that a wrong request is refused before loading."""
+"""What a model accepts: token ids, lengths, end ids. Torch-free, so that a wrong request is refused before loading."""
 
 from collections.abc import Sequence
 
@@ -53,12 +53,17 @@ def padded_length(config: KimiK3Config, length: int) -> int:
 
 
 def check_generation(
-    config: KimiK3Config, prompt_ids: Sequence[object], max_new_tokens: object, pad_id: object = None
+    config: KimiK3Config,
+    prompt_ids: Sequence[object],
+    max_new_tokens: object,
+    pad_id: object = None,
+    use_cache: bool = True,
 ) -> tuple[list[int], int]:
     """Check that a whole request fits before anything is computed; return what `check_prompt` returns.
 
     Raises:
-        RequestError: see `check_prompt`; or the request needs more than max_seq_len.
+        RequestError: see `check_prompt`; or the request needs more than max_seq_len, which without a cache includes the
+            padding of `padded_length`.
     """
     ids, pad = check_prompt(config, prompt_ids, pad_id)
     if type(max_new_tokens) is not int or max_new_tokens < 1:
@@ -69,7 +74,8 @@ def check_generation(
             f"{len(ids)} prompt tokens + --max-new-tokens {max_new_tokens} = {total}; "
             f"the model's max_seq_len is {config.max_seq_len}"
         )
-    padded_length(config, total - 1)
+    if not use_cache:
+        padded_length(config, total - 1)
     return ids, pad
 
 

@@ -3,9 +3,10 @@
 Letters: B batch, T time, D hidden size, V vocabulary.
 """
 
+import torch
 from torch import Tensor, nn
 
-from kimik3_cli.engine.cache import KdaState, MlaState
+from kimik3_cli.engine.cache import DecodeCache, KdaState, MlaState
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.ffn import DenseFfn, LatentMoe
 from kimik3_cli.engine.model.kda import KdaAttention
@@ -73,17 +74,31 @@ class KimiK3(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.embed_tokens.weight.device
+
     def forward(self, ids: Tensor) -> Tensor:
         """Logits after every position: [B,T] int64 -> [B,T,V]."""
         logits: Tensor = self.lm_head(self.hidden(ids))
         return logits
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final normed hidden states: [B,T] int64 -> [B,T,D] float32."""
+    def hidden(self, ids: Tensor, cache: DecodeCache | None = None) -> Tensor:
+        """Final normed hidden states: [B,T] int64 -> [B,T,D] float32.
+
+        A given cache holds the tokens before; it is read, and advanced by T tokens.
+
+        Raises:
+            RequestError: the tokens do not fit the cache; nothing was computed.
+        """
+        if cache is not None:
+            cache.reserve(ids.shape[1])
+        states = [None] * len(self.layers) if cache is None else cache.states
         h = self.embed_tokens(ids).float()
         blocks: list[Tensor] = []
-        for layer in self.layers:
-            h, blocks = layer(h, blocks)
+        for layer, state in zip(self.layers, states, strict=True):
+            h, blocks = layer(h, blocks, state)
         if self.config.attn_res_block_size is not None:
             h = mix_residuals(h, blocks, self.output_attn_res_norm, self.output_attn_res_proj)
         normed: Tensor = self.norm(h)
