@@ -12,7 +12,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
 from kimik3_cli.engine.kda.recurrent import kda_step
-from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32
+from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
 
 
 class ShortConv(nn.Module):
@@ -77,7 +77,8 @@ class KdaAttention(nn.Module):
         z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)
         g = log_decay(z, self.A_log, self.gate_lower_bound)  # [B,T,H,K] float32
         beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
-        o = self._delta_rule(q, k, v.float(), g, beta, state)  # [B,T,H,K] float32
+        with without_autocast(x.device):
+            o = self._delta_rule(q, k, v.float(), g, beta, state)  # [B,T,H,K] float32
         gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))
         y: Tensor = self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
         return y

@@ -4,6 +4,7 @@ Letters: B batch, T time, D hidden size, N sources of a residual mix.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -33,15 +34,20 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which float32 products stay float32, even inside a bf16 autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Project in float32 even inside a bf16 autocast: for the router and beta, whose rounding would show.
+    """Project in float32 always: for the router and beta, whose rounding would show.
 
     Args:
         x: [..., in]; weight: [out, in].
     """
-    if not torch.is_autocast_enabled(x.device.type):
-        return F.linear(x.float(), weight.float())
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         return F.linear(x.float(), weight.float())
 
 
