@@ -25,7 +25,7 @@ def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     decayed = state * g.exp().unsqueeze(-1)  # [B,H,K,V]
     predicted = torch.matmul(k.unsqueeze(-2), decayed)  # [B,H,1,V]
     error = beta[..., None, None] * (v.unsqueeze(-2) - predicted)  # [B,H,1,V]
-    state = decayed + k.unsqueeze(-1) * error
+    state = torch.addcmul(decayed, k.unsqueeze(-1), error)
     return torch.matmul(q.unsqueeze(-2), state).squeeze(-2), state
 
 

@@ -104,7 +104,8 @@ class LatentMoe(nn.Module):
         """[B,T,D] -> [B,T,D]."""
         tokens = x.flatten(0, -2)  # [N,D]
         experts, weights = self.gate(tokens)
-        routed = self._routed(self.routed_expert_down_proj(tokens) if self.has_latent else tokens, experts, weights)
+        mixture = self._one_token if len(tokens) == 1 else self._many_tokens
+        routed = mixture(self.routed_expert_down_proj(tokens) if self.has_latent else tokens, experts, weights)
         if self.has_norm:
             routed = self.routed_expert_norm(routed)
         if self.has_latent:
@@ -114,7 +115,14 @@ class LatentMoe(nn.Module):
             y = y + self.shared_experts(x)
         return y
 
-    def _routed(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _one_token(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """What `_many_tokens` computes for N = 1, without sorting: decoding spends its time here."""
+        total = torch.zeros_like(latent, dtype=torch.float32)
+        for expert, weight in zip(experts[0].tolist(), weights[0].tolist(), strict=True):
+            total.add_(self.experts[expert](latent), alpha=weight)
+        return total
+
+    def _many_tokens(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: latent [N,L], experts and weights [N,k] -> [N,L] float32.
 
         Rows are sorted by expert, so that each chosen expert is one matrix product and the others cost nothing.

@@ -10,38 +10,39 @@ from torch import Tensor, nn
 from kimik3_cli.engine.cache import KdaState
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
+from kimik3_cli.engine.kda.decode import kda_decode
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
-from kimik3_cli.engine.kda.recurrent import kda_step
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution over time followed by SiLU; the last tap multiplies the newest input."""
+    """The weight of a causal depthwise convolution over time; the last tap multiplies the newest input."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         """Create the taps, [channels,1,kernel]."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, kernel))
 
-    def forward(self, x: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Convolve [B,T,channels].
 
-        Args:
-            x: the new inputs.
-            tail: [B,kernel-1,channels], the inputs before them; None means zeros.
+def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """SiLU of the causal depthwise convolution over time.
 
-        Returns:
-            output [B,T,channels] and the last kernel-1 inputs.
-        """
-        taps = self.weight.squeeze(1).to(x.dtype).unbind(-1)  # kernel times [channels]
-        if tail is None:
-            tail = x.new_zeros(x.shape[0], len(taps) - 1, x.shape[2])
-        padded = torch.cat([tail.to(x.dtype), x], dim=1)  # [B,kernel-1+T,channels]
-        time = x.shape[1]
-        total = padded[:, :time] * taps[0]
-        for shift, tap in enumerate(taps[1:], start=1):
-            total = torch.addcmul(total, padded[:, shift : shift + time], tap)
-        return F.silu(total), padded[:, time:]
+    Args:
+        x: [B,T,X], the new inputs.
+        taps: [c,X], the newest input's last.
+        tail: [B,c-1,X], the inputs before them; None means zeros.
+
+    Returns:
+        output [B,T,X] and the new tail.
+    """
+    time, kernel = x.shape[1], len(taps)
+    if tail is None:
+        tail = x.new_zeros(x.shape[0], kernel - 1, x.shape[2])
+    padded = torch.cat([tail, x], dim=1)  # [B,c-1+T,X]
+    total = padded[:, :time] * taps[0]
+    for shift in range(1, kernel):
+        total = torch.addcmul(total, padded[:, shift : shift + time], taps[shift])
+    return F.silu(total), padded[:, time:]
 
 
 class KdaAttention(nn.Module):
@@ -72,14 +73,13 @@ class KdaAttention(nn.Module):
 
     def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and advanced by T tokens."""
-        q, k, v = self._convolved(x, state)
-        q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)  # [B,T,H,K] float32
-        z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)
-        g = log_decay(z, self.A_log, self.gate_lower_bound)  # [B,T,H,K] float32
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).float()  # [B,T,3*H*K]
+        z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)  # [B,T,H,K]
         beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
-        with without_autocast(x.device):
-            o = self._delta_rule(q, k, v.float(), g, beta, state)  # [B,T,H,K] float32
         gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))
+        with without_autocast(x.device):
+            advance = self._one_token if state is not None and x.shape[1] == 1 else self._many_tokens
+            o = advance(qkv, z, beta, state)  # [B,T,H,K] float32
         y: Tensor = self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
         return y
 
@@ -87,22 +87,24 @@ class KdaAttention(nn.Module):
         """[B,T,H*K] -> [B,T,H,K]."""
         return x.view(*x.shape[:-1], self.heads, self.head_dim)
 
-    def _convolved(self, x: Tensor, state: KdaState | None) -> tuple[Tensor, Tensor, Tensor]:
-        tails = (None, None, None) if state is None else state.tail.chunk(3, dim=-1)
-        parts = ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
-        outputs, new_tails = zip(
-            *(conv(proj(x), tail) for (proj, conv), tail in zip(parts, tails, strict=True)), strict=True
+    def _one_token(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState) -> Tensor:
+        o, state.tail, state.memory = kda_decode(
+            qkv, z[:, 0], beta[:, 0], self._taps(), self.A_log, self.gate_lower_bound, state.tail, state.memory
         )
-        if state is not None:
-            state.tail = torch.cat(new_tails, dim=-1)
-        q, k, v = (self._heads(output) for output in outputs)
-        return q, k, v
+        return o.unsqueeze(1)
 
-    def _delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
-        if state is None:
-            return kda_chunkwise(q, k, v, g, beta, chunk_size=self.chunk_size)[0]
-        if q.shape[1] == 1:
-            o, state.memory = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.memory)
-            return o.unsqueeze(1)
-        o, state.memory = kda_chunkwise(q, k, v, g, beta, state.memory, chunk_size=self.chunk_size)
+    def _many_tokens(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
+        mixed, tail = short_conv(qkv, self._taps(), None if state is None else state.tail)
+        q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))  # [B,T,H,K]
+        q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)
+        g = log_decay(z, self.A_log, self.gate_lower_bound)
+        initial = None if state is None else state.memory
+        o, memory = kda_chunkwise(q, k, v, g, beta, initial, chunk_size=self.chunk_size)
+        if state is not None:
+            state.tail, state.memory = tail, memory
         return o
+
+    def _taps(self) -> Tensor:
+        """The three convolutions as one, [c,3*H*K]."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return torch.cat([conv.weight.float() for conv in convs]).squeeze(1).t()

@@ -22,11 +22,17 @@ class RMSNorm(nn.Module):
         """Create a norm of `size` channels with weight 1."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps_root = torch.tensor(eps**0.5, device="cpu")  # a 0-dim CPU tensor mixes with every device
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        x = x.float()
+        return x / self.root_mean_square(x) * self.weight
+
+    def root_mean_square(self, x: Tensor) -> Tensor:
+        """sqrt(mean(x^2) + eps) in the fewest operations: [..., size] float32 -> [..., 1]."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.hypot(norm * x.shape[-1] ** -0.5, self.eps_root)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -98,6 +104,6 @@ def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linea
         return h
     values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
     query = norm.weight.float() * proj.weight[0].float()  # [D]
-    scale = torch.rsqrt(values.square().mean(-1) + norm.eps)  # [B,T,N]
-    weights = torch.softmax((values * query).sum(-1) * scale, dim=-1)  # [B,T,N]
-    return (weights.unsqueeze(-1) * values).sum(-2)
+    with without_autocast(h.device):
+        scores = (values @ query).unsqueeze(-2) / norm.root_mean_square(values).transpose(-1, -2)  # [B,T,1,N]
+        return (torch.softmax(scores, dim=-1) @ values).squeeze(-2)

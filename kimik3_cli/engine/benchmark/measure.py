@@ -1,0 +1,101 @@
+"""Measure loading, prefill and decoding of one model, and set each beside the floor that the machine allows."""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from kimik3_cli.engine.benchmark.machine import matrix_rate, read_bandwidth, synchronise
+from kimik3_cli.engine.cache import DecodeCache
+from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.generation import advance, next_token_logits
+from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.results import BenchRun, MachineRates, Spread
+
+Progress = Callable[[str], None]
+
+
+def machine_rates(device: torch.device) -> MachineRates:
+    """Measure the two rates that bound every model on this device at the current thread count."""
+    return MachineRates(read_bytes_per_second=read_bandwidth(device), matrix_flops_per_second=matrix_rate(device))
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process so far (getrusage counts KiB on Linux, bytes on macOS)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def decode_floor_seconds(config: KimiK3Config, context: int, weight_bytes: int, rates: MachineRates) -> float:
+    """Time to read the active weights and the cache of `context` tokens once: no decoder of one sequence is faster."""
+    active = count_parameters(config, tensor_specs(config)).active
+    cache = config.cache_bytes_fixed() + context * config.cache_bytes_per_token()
+    return (active * weight_bytes + cache) / rates.read_bytes_per_second
+
+
+def prefill_floor_seconds(config: KimiK3Config, tokens: int, rates: MachineRates) -> float:
+    """Time of the matrix products of `tokens` tokens, 2 operations a weight; the head, needed once, is not counted."""
+    active = count_parameters(config, tensor_specs(config)).active - config.vocab_size * config.hidden_size
+    return 2 * active * tokens / rates.matrix_flops_per_second
+
+
+def bench_lengths(
+    model: KimiK3,
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    rates: MachineRates,
+    *,
+    use_cache: bool,
+    precision: str,
+) -> BenchRun:
+    """Time prefill of `prompt_tokens` random ids and decoding of `new_tokens` after them, `repeats` times each.
+
+    One untimed round comes first. Without a cache every new token recomputes the whole prefix.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(model.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
+    rounds = [_one_round(model, prompt, new_tokens, use_cache, precision) for _ in range(repeats + 1)][1:]
+    prefill_seconds = statistics.median(prefill for prefill, _ in rounds)
+    decode_seconds = statistics.median(decode for _, decode in rounds)
+    weight_bytes = 2 if precision == "bf16" else 4
+    context = prompt_tokens + new_tokens // 2
+    return BenchRun(
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        prefill_tokens_per_second=_spread([prompt_tokens / prefill for prefill, _ in rounds]),
+        prefill_fraction_of_floor=prefill_floor_seconds(model.config, prompt_tokens, rates) / prefill_seconds,
+        decode_ms_per_token=_spread([decode * 1e3 for _, decode in rounds]),
+        decode_fraction_of_floor=decode_floor_seconds(model.config, context, weight_bytes, rates) / decode_seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
+
+
+def _one_round(
+    model: KimiK3, prompt: list[int], new_tokens: int, use_cache: bool, precision: str
+) -> tuple[float, float]:
+    """Seconds of one prefill, and seconds a token of decoding."""
+    start = time.perf_counter()
+    cache = DecodeCache(model.config, 1, len(prompt) + new_tokens, model.device) if use_cache else None
+
+    def step(ids: list[int], fresh: list[int]) -> int:
+        if cache is None:
+            return int(next_token_logits(model, ids, precision=precision).argmax())
+        return int(advance(model, fresh, cache, precision=precision).argmax())
+
+    token = step(prompt, prompt)
+    synchronise(model.device)
+    prefilled = time.perf_counter()
+    ids = prompt
+    for _ in range(new_tokens):
+        ids = [*ids, token]
+        token = step(ids, [token])
+    synchronise(model.device)
+    return prefilled - start, (time.perf_counter() - prefilled) / new_tokens
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(median=statistics.median(values), low=min(values), high=max(values))
