@@ -192,13 +192,18 @@ class LogitsRequest(ModelRequest):
     def _ranges(self) -> Self:
         if self.top < 1:
             raise RequestError(f"--top is {self.top}; give 1 or more")
-        if self.output is None:
-            return self
-        if self.output.suffix not in OUTPUT_SUFFIXES:
-            raise RequestError(f"--output is {str(self.output)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}")
-        if not self.output.parent.is_dir():
-            raise RequestError(f"--output is {str(self.output)!r}; the folder {str(self.output.parent)!r} does not exist")
+        if self.output is not None:
+            _check_output(self.output)
         return self
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix not in OUTPUT_SUFFIXES:
+        raise RequestError(f"--output is {str(path)!r}; give a name that ends in {', '.join(OUTPUT_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise RequestError(f"--output is {str(path)!r}; the folder {str(path.parent)!r} does not exist")
+    if path.is_dir():
+        raise RequestError(f"--output is {str(path)!r}, which is a folder; give the name of a file")
 
 
 class InspectRequest(Request):

@@ -4,6 +4,7 @@ Field order is print order. A field that does not apply is left unset and theref
 was set to None is printed as null.
 """
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,8 +16,12 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def to_json(self) -> str:
-        """Return the canonical output: indent 2, characters unescaped, only the fields that were set."""
-        return self.model_dump_json(indent=2, exclude_unset=True, by_alias=True)
+        """Return the canonical output: indent 2, characters unescaped, only the fields that were set.
+
+        Text that is not valid Unicode (a file name in another encoding) passes through as it is.
+        """
+        plain = self.model_dump(exclude_unset=True, by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 class CheckpointInfo(Result):
@@ -107,12 +112,17 @@ class TokenizerEntry(Result):
 
 
 class TrainerEntry(Result):
-    """One entry of the trainer state, which inference never reads."""
+    """One entry of the trainer state, which inference never reads.
+
+    A container with more than 64 entries, or nested deeper than 8, is one entry with the sum of its bytes.
+    """
 
     name: str = Field(description="dotted path of keys inside the file")
     kind: str = Field(description="a Python type name, or dtype and shape of a tensor")
-    bytes: int = Field(description="bytes of its tensors; 0 for plain values")
-    value: int | float | bool | str | None = Field(default=None, description="only for plain numbers and strings")
+    bytes: int = Field(description="bytes of its tensors and byte strings; 0 for plain values")
+    value: int | float | bool | str | None = Field(
+        default=None, description="only for plain numbers, strings and None; nan and inf are strings"
+    )
 
 
 class MemoryNeeds(Result):
@@ -126,8 +136,11 @@ class MemoryNeeds(Result):
 class Problem(Result):
     """One thing that is wrong with the file."""
 
-    kind: Literal["missing", "unexpected", "shape", "dtype", "tie", "config", "checksum", "non_finite"]
-    name: str = Field(description="tensor or configuration key")
+    kind: Literal["missing", "unexpected", "shape", "dtype", "tie", "checksum", "non_finite"] = Field(
+        description="tie: embedding and head of a tied model differ, told by their checksums; where these cannot tell "
+        "(views, mixed dtypes), by --deep. checksum and non_finite: only with --deep"
+    )
+    name: str = Field(description="tensor, or record of the file")
     message: str
 
 
@@ -153,10 +166,63 @@ class InspectResult(Result):
     tokenizer: TokenizerEntry | None
     parameters: ParameterCounts
     dtypes: list[DtypeUse]
-    bytes: int = Field(description="bytes of the model's tensors in the file")
+    bytes: int = Field(description="bytes of the model's tensors in the file, shared ones counted once")
     tied_embeddings: bool
     trainer_state: list[TrainerEntry]
     memory: MemoryNeeds
     problems: list[Problem]
     tensors: list[TensorInfo] = Field(default=[], description="only with --tensors")
-    records_verified: int = Field(default=0, description="only with --deep: records whose checksum was compared")
+    records_verified: int = Field(
+        default=0, description="only with --deep: records whose checksum was compared; 0 when the file has none"
+    )
+
+
+class Spread(Result):
+    """A figure measured several times."""
+
+    median: float
+    low: float
+    high: float
+
+
+class MachineRates(Result):
+    """What this machine can do at best, measured at the thread count of the benchmark."""
+
+    read_bytes_per_second: float
+    matrix_flops_per_second: float = Field(description="float32; a multiply-add counts 2")
+
+
+class LoadFigures(Result):
+    """Loading the checkpoint."""
+
+    seconds: float
+    weights_bytes: int
+    peak_memory_growth_bytes: int = Field(description="peak resident memory above that before loading")
+
+
+class BenchRun(Result):
+    """Speed at one prompt length."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens_per_second: Spread
+    prefill_fraction_of_floor: float = Field(description="1 would be the matrix rate of this machine")
+    decode_ms_per_token: Spread
+    decode_fraction_of_floor: float = Field(description="1 would be the memory bandwidth of this machine")
+    peak_memory_bytes: int = Field(description="peak resident memory of the process so far")
+
+
+class BenchResult(Result):
+    """Answer of `kimik3 bench`."""
+
+    checkpoint: CheckpointInfo | None = Field(description="null for a random model")
+    random: str | None = Field(description="the named size; null for a checkpoint")
+    device: str
+    precision: str
+    threads: int
+    cache: bool
+    repeats: int
+    parameters: ParameterCounts
+    machine: MachineRates
+    load: LoadFigures | None = Field(description="null for a random model")
+    runs: list[BenchRun]

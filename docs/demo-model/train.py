@@ -1,6 +1,9 @@
 """Train the bundled Kimi K3 on the arrays that prepare.py wrote, for a fixed time on a CPU.
 
-    python train.py work/ work/run/ --minutes 65
+    torchrun --standalone --nproc-per-node 2 train.py work/ work/run/ --minutes 65
+
+One single-threaded process a core, each with its own part of every batch: unlike two threads in one process they meet
+once a step, not at every operation, which matters as soon as anything else runs on the machine.
 
 Writes work/run/log.jsonl, work/run/last.pt (float32, every few minutes, so that a run that is cut off leaves a model)
 and at the end work/run/demo.pt (bfloat16): both are ordinary format-7 checkpoints. Every schedule follows the clock,
@@ -18,33 +21,30 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
+from training_kda import kda_for_training
 
 from kimik3_cli.engine import KimiK3, KimiK3Config
 from kimik3_cli.engine.checkpoint.save import save_checkpoint
+from kimik3_cli.engine.model import decoder, kda
 
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "intermediate_size": 768,
     "num_attention_heads": 4,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 48,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "linear_attn_config": {
-        "kda_layers": [1, 2, 3, 5, 6, 7],
-        "full_attn_layers": [4, 8],
-        "num_heads": 3,
-        "head_dim": 64,
-    },
-    "attn_res_block_size": 4,
-    "num_experts": 8,
+    "v_head_dim": 48,
+    "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 3, "head_dim": 64},
+    "attn_res_block_size": 2,
+    "num_experts": 16,
     "num_experts_per_token": 2,
-    "moe_intermediate_size": 96,
+    "moe_intermediate_size": 160,
     "num_shared_experts": 1,
     "first_k_dense_replace": 1,
     "routed_expert_hidden_size": 128,
@@ -54,7 +54,7 @@ CONFIG = {
 LENGTHS = {256: 0.4, 512: 0.35, 1024: 0.2, 2048: 0.05}  # sequence length -> share of the steps
 CONTEXT = 1024  # of the evaluation
 WARMUP, DECAY_FROM = 0.02, 0.3  # as fractions of the run
-ROUTER_BIAS_STEP = 1e-3
+ROUTER_BIAS_STEP = 0.02
 
 
 # --- data ---
@@ -129,11 +129,12 @@ class RouterBalance:
 
     @torch.no_grad()
     def update(self, rate: float) -> float:
-        """Move every bias by `rate` and return the load of the busiest expert, relative to an even share."""
+        """Move every bias by at most `rate`; return the load of the busiest expert, relative to an even share."""
         worst = 1.0
         for bias, count in self.counts.items():
+            distributed.all_reduce(count)
             mean = count.float().mean()
-            bias += rate * torch.sign(mean - count)
+            bias += rate * ((mean - count) / mean).clamp(-1, 1)
             bias -= bias.mean()
             worst = max(worst, (count.max() / mean).item())
         return worst
@@ -165,8 +166,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             stacks: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    stacks[parameter.shape].append(parameter)
+                stacks[parameter.shape].append(parameter)
             for parameters in stacks.values():
                 self._step_stack(parameters, group["lr"], group["momentum"], group["weight_decay"])
 
@@ -174,7 +174,11 @@ class Muon(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters]
         buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        updates = orthogonalise(torch.stack(torch._foreach_lerp(gradients, buffers, momentum)))
+        momenta = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
+        updates = torch.zeros_like(momenta)
+        share = slice(distributed.get_rank(), None, distributed.get_world_size())
+        updates[share] = orthogonalise(momenta[share])
+        distributed.all_reduce(updates)  # each process has worked on its share of the stack
         rows, columns = parameters[0].shape
         torch._foreach_mul_(parameters, 1 - lr * weight_decay)
         torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)
@@ -234,6 +238,18 @@ def bits_per_byte(model: KimiK3, ids: np.ndarray, n_bytes: int, every: int = 1) 
 # --- run ---
 
 
+class Clock:
+    """Seconds since the start, the same in every process, so that all follow one schedule and stop together."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+
+    def seconds(self) -> float:
+        now = torch.tensor([time.monotonic() - self.started])
+        average([now])
+        return now.item()
+
+
 @dataclass
 class Run:
     """What the loop needs, in one place."""
@@ -243,20 +259,27 @@ class Run:
     heldout: np.ndarray
     heldout_bytes: int
     budget: float
-    started: float
     step: int = 0
     tokens: int = 0
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
+    seconds: float = 0.0
 
     def log(self, **values: float) -> None:
-        line = {"step": self.step, "seconds": round(self.seconds(), 1), "tokens": self.tokens, **values}
+        line = {"step": self.step, "seconds": self.seconds, "tokens": self.tokens, **values}
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps({key: round(value, 5) for key, value in line.items()}) + "\n")
 
     def save(self, name: str) -> None:
         save_checkpoint(self.folder / name, self.model, step=self.step, tokens_seen=self.tokens)
+
+
+def average(tensors: list[Tensor]) -> None:
+    """Replace every tensor by its mean over the processes."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(flat)
+    flat /= distributed.get_world_size()
+    torch._foreach_copy_(
+        tensors, [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    )
 
 
 def train_step(model: KimiK3, batch: Tensor, optimizers: list[torch.optim.Optimizer], scale: float) -> float:
@@ -265,7 +288,13 @@ def train_step(model: KimiK3, batch: Tensor, optimizers: list[torch.optim.Optimi
         logits = model(batch[:, :-1])
     loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:  # an expert that no token chose
+            parameter.grad = torch.zeros_like(parameter)
+    loss = loss.detach()
+    average([loss, *(parameter.grad for parameter in trained)])
+    nn.utils.clip_grad_norm_(trained, 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = scale * group["peak_lr"]
@@ -275,20 +304,24 @@ def train_step(model: KimiK3, batch: Tensor, optimizers: list[torch.optim.Optimi
 
 
 def train(run: Run, data: Iterator[Tensor], optimizers: list[torch.optim.Optimizer], evaluate_every: float) -> None:
-    balance = RouterBalance(run.model)
+    """Step until the time is up. The first process also logs, evaluates and saves."""
+    balance, clock = RouterBalance(run.model), Clock()
     losses: list[float] = []
     next_evaluation = evaluate_every
-    while run.seconds() < run.budget:
+    while (seconds := clock.seconds()) < run.budget:
+        run.seconds = seconds
         batch = next(data)
-        scale = learning_rate(run.seconds() / run.budget)
+        scale = learning_rate(seconds / run.budget)
         losses.append(train_step(run.model, batch, optimizers, scale))
         busiest = balance.update(ROUTER_BIAS_STEP)
         run.step += 1
-        run.tokens += batch[:, 1:].numel()
+        run.tokens += batch[:, 1:].numel() * distributed.get_world_size()
+        if distributed.get_rank() > 0:
+            continue
         if run.step % 10 == 0:
             run.log(loss=sum(losses) / len(losses), lr_scale=scale, busiest_expert=busiest)
             losses.clear()
-        if run.seconds() > next_evaluation:
+        if seconds > next_evaluation:
             run.log(heldout_bpb_estimate=bits_per_byte(run.model, run.heldout, run.heldout_bytes, every=8))
             run.save("last.pt")
             next_evaluation += evaluate_every
@@ -306,34 +339,44 @@ def finish(run: Run) -> None:
     print(f"{run.step} steps, {run.tokens} tokens, held-out {result:.4f} bits per byte, demo.pt {size} bytes")
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path, help="the folder that prepare.py wrote")
     parser.add_argument("run", type=Path, help="folder for the log and the checkpoints")
     parser.add_argument("--minutes", type=float, default=65.0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--tokens-per-step", type=int, default=2048, help="in each process")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--evaluate-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    args.run.mkdir(parents=True, exist_ok=True)
-    (args.run / "log.jsonl").unlink(missing_ok=True)
+
+def main() -> None:
+    args = arguments()
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)  # the same weights in every process
+    kda.kda_chunkwise = kda_for_training
+    decoder.mix_residuals = torch.compile(decoder.mix_residuals, dynamic=True)
     model = KimiK3(KimiK3Config.from_dict(CONFIG))
     initialise(model)
-    print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
+    if rank == 0:
+        args.run.mkdir(parents=True, exist_ok=True)
+        (args.run / "log.jsonl").unlink(missing_ok=True)
+        print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters", flush=True)
     facts = json.loads((args.work / "data.json").read_text())
     heldout = np.load(args.work / "heldout.npy")
-    data = batches(np.load(args.work / "train.npy"), args.tokens_per_step, np.random.default_rng(args.seed))
+    rng = np.random.default_rng([args.seed, rank])  # other text in every process
+    data = batches(np.load(args.work / "train.npy"), args.tokens_per_step, rng)
     optimizers = make_optimizers(model, args.muon_lr, args.adam_lr, args.weight_decay)
-    run = Run(model, args.run, heldout, facts["heldout_bytes"], args.minutes * 60, time.monotonic())
+    run = Run(model, args.run, heldout, facts["heldout_bytes"], args.minutes * 60)
     train(run, data, optimizers, args.evaluate_minutes * 60)
-    finish(run)
+    if rank == 0:
+        finish(run)
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

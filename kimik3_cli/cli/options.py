@@ -11,8 +11,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from kimik3_cli.render.output import Output
+
 Values = Mapping[str, Any]
+Action = Callable[[Output], int]
 SWITCHES = ("--json", "--debug", "--quiet")
+CHECKPOINT_VARIABLE = "KIMIK3_CHECKPOINT"
 
 
 class Switches(NamedTuple):
@@ -30,7 +34,8 @@ def _option(panel: str, name: str, metavar: str, text: str, default: str | None 
 
 
 def _switch(panel: str, name: str, text: str, **more: Any) -> Parameter:
-    info = typer.Option("--" + name.replace("_", "-"), help=text, rich_help_panel=panel, **more)
+    flag = "--" + name.replace("_", "-")
+    info = typer.Option(flag, metavar=" ", help=text, rich_help_panel=panel, **more)
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[bool, info], default=False)
 
 
@@ -39,66 +44,68 @@ def _argument(name: str, text: str) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[str, info])
 
 
-def _show_help(context: typer.Context, wanted: bool) -> None:
+def show_help(context: typer.Context, wanted: bool) -> None:
+    """Print the page of a command and stop."""
     if wanted:
         typer.echo(context.get_help(), nl=False)
         raise typer.Exit
 
 
-HELP = _switch("Output", "help", "Show this page.", is_eager=True, callback=_show_help)
+_CHECKPOINT_HELP = f"Else ${CHECKPOINT_VARIABLE}, else the bundled model."
 MODEL = (
-    _option(
-        "Model", "checkpoint", "PATH", "Checkpoint; default: the bundled model.", envvar="KIMIK3_CHECKPOINT"
-    ),
+    _option("Model", "checkpoint", "PATH", _CHECKPOINT_HELP, envvar=CHECKPOINT_VARIABLE, show_envvar=False),
     _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
-    _option("Model", "backend", "NAME", "chunkwise or fused; default: fused on CUDA."),
+    _option("Model", "backend", "NAME", "chunkwise or fused; else fused where it can run."),
     _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
-    _option("Model", "pad_id", "ID", "Padding token; default: the checkpoint's."),
+    _option("Model", "pad_id", "ID", "Padding token; else the checkpoint's."),
 )
 PROMPT = (
-    _option("Prompt", "prompt", "TEXT", "Text, or - for standard input."),
-    _option("Prompt", "token_ids", "IDS", "Token ids such as 7,13,29, no tokenizer."),
-    _option("Prompt", "tokenizer", "NAME", "Name or folder; default: the checkpoint's."),
-    _option("Prompt", "tokenizer_revision", "REV", "Revision on the hub; default: main."),
+    _option("Prompt", "prompt", "TEXT", "Text; - reads standard input."),
+    _option("Prompt", "token_ids", "IDS", "Instead of text: ids such as 7,13,29."),
+    _option("Prompt", "tokenizer", "NAME", "Hub name or folder; else the checkpoint's."),
+    _option("Prompt", "tokenizer_revision", "REV", "Its revision on the hub; else main."),
     _switch("Prompt", "local_files_only", "Never ask the hub."),
 )
 SAMPLING = (
     _option("Sampling", "max_new_tokens", "N", "Tokens to add at most.", "32"),
     _option("Sampling", "mode", "NAME", "greedy or sample.", "greedy"),
-    _option("Sampling", "temperature", "X", "Divides the logits.", "1.0"),
-    _option("Sampling", "top_k", "N", "Keep the N likeliest.", "50"),
-    _option("Sampling", "top_p", "X", "Keep the likeliest that reach X.", "1.0"),
+    _option("Sampling", "temperature", "X", "Divide the logits by X.", "1.0"),
+    _option("Sampling", "top_k", "N", "Draw from the N likeliest.", "50"),
+    _option("Sampling", "top_p", "X", "Draw from those that reach X.", "1.0"),
     _option("Sampling", "seed", "N", "Seed of the draws.", "0"),
-    _option("Sampling", "eos_id", "ID", "Token that ends the text; default: the tokenizer's."),
+    _option("Sampling", "eos_id", "ID", "Token that ends text; else the tokenizer's."),
 )
 LOGITS = (
-    _option("Output", "top", "N", "List the N best.", "10"),
-    _switch("Output", "full", "Add all logits."),
-    _option("Output", "output", "FILE", "Write all logits: .npy, .safetensors or .pt."),
+    _option("Output", "top", "N", "List the N best tokens.", "10"),
+    _switch("Output", "full", "Add the logits of all tokens."),
+    _option("Output", "output", "FILE", "Write them to a .npy, .safetensors or .pt file."),
 )
 INSPECT = (
     _argument("path", "The checkpoint to look at."),
     _switch("Output", "tensors", "List every tensor."),
-    _switch("Output", "deep", "Read the file: verify checksums, find NaN and inf."),
+    _switch("Output", "deep", "Read all data: checksums, non-finite values."),
 )
 SCHEMA = (_argument("name", "generate, logits or inspect."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
-    _switch("Output", "debug", "Traceback on errors."),
+    _switch("Output", "debug", "Show the traceback of an error."),
     _switch("Output", "quiet", "No progress, no warnings."),
-    HELP,
+    _switch("Output", "help", "Show this page.", is_eager=True, callback=show_help),
 )
 
 
-def with_options(run: Callable[[Any, Values], int], options: Sequence[Parameter]) -> Callable[..., int]:
-    """Return a function that Typer sees with these options; it hands `run` the sink and the values that were given."""
+def with_options(run: Callable[[Output, Values], int], options: Sequence[Parameter]) -> Callable[..., Action]:
+    """Return a function that Typer sees with these options.
 
-    def command(context: typer.Context, **values: Any) -> int:
-        own = {name: value for name, value in values.items() if _is_given(name, value)}
-        return run(context.obj, own)
+    It does nothing but return what is to be done with the values that were given, so that the work runs outside Typer,
+    which has its own ideas of what an interrupt or the end of a file means.
+    """
 
-    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    command.__signature__ = Signature([context, *options, *COMMON])  # type: ignore[attr-defined]
+    def command(**values: Any) -> Action:
+        given = {name: value for name, value in values.items() if _is_given(name, value)}
+        return lambda output: run(output, given)
+
+    command.__signature__ = Signature([*options, *COMMON])  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
     return command
 
@@ -130,7 +137,7 @@ def take_switches(words: Sequence[str]) -> tuple[Switches, list[str]]:
 
 def _flags_with_values() -> frozenset[str]:
     options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS)
-    return frozenset("--" + o.name.replace("_", "-") for o in options if isinstance(o.default, str) or o.default is None)
+    return frozenset("--" + option.name.replace("_", "-") for option in options if option.default is not False)
 
 
 _TAKES_VALUE = _flags_with_values()

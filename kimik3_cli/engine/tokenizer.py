@@ -157,14 +157,16 @@ def _reason(error: Exception) -> str:
 def _hub_answers() -> bool:
     """Look whether the hub can be reached, because its client retries a refused connection for most of a minute."""
     from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    disable_progress_bars()
     if constants.is_offline_mode():
         return False
-    if getproxies():
-        return True  # the proxy decides
-    url = urlsplit(constants.ENDPOINT)
+    hub = urlsplit(constants.ENDPOINT)
+    first_hop = urlsplit(getproxies().get(hub.scheme, constants.ENDPOINT))
+    port = first_hop.port or (443 if first_hop.scheme == "https" else 80)
     try:
-        socket.create_connection((url.hostname or "", url.port or 443), CONNECT_TIMEOUT_S).close()
+        socket.create_connection((first_hop.hostname or "", port), CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True

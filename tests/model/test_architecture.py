@@ -60,7 +60,7 @@ GROUPED = [
 
 @pytest.mark.parametrize("choice", UNGROUPED + GROUPED, ids=str)
 @pytest.mark.parametrize("centre", [0.0, -4.0])
-@pytest.mark.parametrize(("function", "renormalise"), product(["sigmoid", "softmax"], [True, False]))
+@pytest.mark.parametrize(("function", "renormalise"), list(product(["sigmoid", "softmax"], [True, False])))
 @pytest.mark.parametrize("norm", [True, False])
 def test_routing(
     choice: dict[str, int], centre: float, function: str, renormalise: bool, norm: bool, tmp_path: Path
@@ -74,6 +74,23 @@ def test_routing(
     }
     made = mk(tmp_path / "routing.pt", config, bias_strongly(centre))
     assert_matches_oracle(tmp_path / "routing.pt", made, ids(24))
+
+
+def test_only_the_chosen_experts_are_computed(tmp_path: Path) -> None:
+    def exclude_all_but_two(made: dict[str, Any]) -> None:
+        for name, tensor in made["model"].items():
+            if name.endswith("e_score_correction_bias"):
+                tensor[:] = torch.tensor([-9.0, 9, -9, -9, 9, -9])
+
+    mk(tmp_path / "two.pt", edit=exclude_all_but_two)
+    model, computed = load(tmp_path / "two.pt"), set()
+    for name, module in model.named_modules():
+        expert = name.rpartition(".experts.")[2]
+        if expert.isdigit():
+            module.register_forward_hook(lambda _module, inputs, _output, e=expert: computed.add((e, len(inputs[0]))))
+    with torch.no_grad():
+        model(torch.tensor([PROMPT]))
+    assert computed == {("1", len(PROMPT)), ("4", len(PROMPT))}
 
 
 ONE_MLA_LAYER = {"num_hidden_layers": 1, "num_experts": None, "attn_res_block_size": None}

@@ -15,7 +15,6 @@ PROMPT = ids(80)
 VISIBLE = 1e-3
 # (key, value, other keys that both the changed and the compared model have)
 GRAPH: list[tuple[str, Any, dict[str, Any]]] = [
-    ("num_hidden_layers", 4, {}),
     ("q_lora_rank", None, {}),
     ("mla_use_output_gate", False, {}),
     ("hidden_act", "silu", {}),
@@ -36,7 +35,7 @@ GRAPH: list[tuple[str, Any, dict[str, Any]]] = [
     ("moe_router_activation_func", "softmax", {"latent_moe_use_norm": False}),
     ("moe_renormalize", False, {"latent_moe_use_norm": False}),
     ("routed_scaling_factor", 2.446, {"latent_moe_use_norm": False}),
-    ("topk_group", 1, {"num_expert_group": 3, "topk_group": 2}),
+    ("topk_group", 2, {"num_expert_group": 3}),
     ("num_expert_group", 2, {}),
     ("routed_expert_hidden_size", None, {}),
     ("latent_moe_use_norm", False, {}),
@@ -104,6 +103,12 @@ def test_sizes(key: str, value: int, tmp_path: Path) -> None:
     assert_matches_oracle(tmp_path / "changed.pt", changed, PROMPT)
 
 
+def test_num_hidden_layers(tmp_path: Path) -> None:
+    changed = mk(tmp_path / "changed.pt", {"num_hidden_layers": 4}, lin={"kda_layers": [1, 2, 3]})
+    logits = assert_matches_oracle(tmp_path / "changed.pt", changed, PROMPT)
+    assert relative_difference(logits, oracle_logits(mk(tmp_path / "base.pt"), PROMPT)[-1]) > VISIBLE
+
+
 @pytest.mark.parametrize("changes", LINEAR, ids=str)
 def test_linear_attention_keys(changes: dict[str, Any], tmp_path: Path) -> None:
     changed = mk(tmp_path / "changed.pt", lin=changes)
@@ -116,7 +121,7 @@ def test_keys_outside_the_graph(changes: dict[str, Any], tmp_path: Path) -> None
     mk(tmp_path / "base.pt")
     mk(tmp_path / "changed.pt", changes)
     expected = next_token_logits(load(tmp_path / "base.pt"), PROMPT)
-    assert_close(next_token_logits(load(tmp_path / "changed.pt"), PROMPT), expected, bound=1e-5)
+    assert_close(next_token_logits(load(tmp_path / "changed.pt"), PROMPT), expected)
 
 
 OPTIONAL = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import checkpoint, ids, mini_config
 from comparison import CLEAR_ROUTING, assert_matches_run, load
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import oracle_run
 from strategies import REPEATABLE, model_configs
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("random")
 
 
-@REPEATABLE
+@settings(REPEATABLE, max_examples=200)
 @given(
     config=model_configs(),
     length=st.integers(1, 150),

@@ -6,28 +6,42 @@ is refused with what it is and what to do.
 
 import os
 import stat
+import struct
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from kimik3_cli.engine.checkpoint.diagnosis import what_it_is
-from kimik3_cli.engine.checkpoint.stored import Global, Instance, StorageRef, children, kind_of, printable
+from kimik3_cli.engine.checkpoint.stored import (
+    ITEM_BYTES,
+    Global,
+    Instance,
+    StorageRef,
+    TensorRef,
+    children,
+    printable,
+    shown_key,
+)
 from kimik3_cli.engine.checkpoint.unpickling import unpickle
 from kimik3_cli.errors import CheckpointError
 
 LOCAL_HEADER_BYTES = 30
 BLOCK_BYTES = 1 << 20
 LISTED = 20
+IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
+RECORD_DAMAGE = (ValueError, EOFError)
 # What zipfile raises for directories that are damaged in various places.
-ZIP_DAMAGE = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, LookupError, OverflowError, EOFError)
+ZIP_DAMAGE = (zipfile.BadZipFile, RuntimeError, ValueError, LookupError, OverflowError, EOFError, struct.error)
 
 
 class Record(NamedTuple):
-    """One file inside the zip archive."""
+    """One file inside the zip archive; `crc` is 0 when torch was told to write no checksums."""
 
     name: str
     header_offset: int
@@ -40,28 +54,56 @@ class Archive:
     """A `torch.save` archive: the object in it, and the records that hold its tensors' numbers."""
 
     path: Path
-    file_size: int
+    status: os.stat_result
     content: Any
     storages: Mapping[str, StorageRef]
     records: Mapping[str, Record]
     root: str
-    has_checksums: bool
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole file."""
+        return self.status.st_size
+
+    @property
+    def name(self) -> str:
+        """The file in a message: its path on one line, and its size."""
+        return named_file(self.path, self.file_size)
+
+    @property
+    def checked_records(self) -> list[Record]:
+        """The records that have a checksum."""
+        return [record for record in self.records.values() if record.crc]
+
+    def is_unchanged(self) -> bool:
+        """Say whether the path still leads to the file that was read, with the content that it had."""
+        now = self.path.stat()
+        return all(getattr(now, field) == getattr(self.status, field) for field in IDENTITY)
 
     def record_of(self, storage: StorageRef) -> Record:
         """Return the record that holds a storage."""
         return self.records[f"{self.root}/data/{storage.key}"]
 
     def checksum_matches(self, record: Record) -> bool:
-        """Read one record in blocks and compare its CRC-32 with the directory's.
+        """Read one record in blocks and compare its CRC-32 with the directory's; a record that ends early differs."""
+        crc = 0
+        try:
+            with _opened(self.path) as file:
+                for block in _blocks(file, record):
+                    crc = zlib.crc32(block, crc)
+        except RECORD_DAMAGE:
+            return False
+        return crc == record.crc
+
+    def blocks(self, ref: TensorRef) -> Iterator[bytearray]:
+        """Yield the bytes of a contiguous view in pieces of at most `BLOCK_BYTES`.
 
         Raises:
             CheckpointError: the record cannot be read.
         """
+        start = ref.offset * ITEM_BYTES[ref.dtype]
         with _opened(self.path) as file, _damage_reported(self.path, self.file_size):
-            crc = 0
-            for block in _blocks(file, record):
-                crc = zlib.crc32(block, crc)
-        return crc == record.crc
+            yield from _blocks(file, self.record_of(ref.storage), start, ref.nbytes)
 
 
 def read_archive(path: str | os.PathLike[str]) -> Archive:
@@ -72,30 +114,30 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
             needs code to be read is named by type and place.
     """
     path = Path(path)
-    file_size = _regular_file_size(path)
+    status = _regular_file(path)
+    file_size = status.st_size
     with _opened(path) as file:
         refusal = what_it_is(file, file_size)
         if refusal:
-            raise CheckpointError(f"{named(path, file_size)} {refusal}")
+            raise CheckpointError(f"{named_file(path, file_size)} {refusal}")
         with _damage_reported(path, file_size):
             records = _directory(file)
             root = _root(records)
-            has_checksums = any(record.crc for record in records.values())
             _check_byte_order(file, records.get(f"{root}/byteorder"))
-            pickled = _content(file, records[f"{root}/data.pkl"], has_checksums)
+            pickled = _content(file, records[f"{root}/data.pkl"])
     try:
         content, storages, refused = unpickle(pickled)
     except ValueError as error:
         what = f"holds a damaged pickle ({printable(str(error))}); copy the file again or save it again with torch.save"
-        raise CheckpointError(f"{named(path, file_size)} {what}") from None
+        raise CheckpointError(f"{named_file(path, file_size)} {what}") from None
     if refused:
-        raise CheckpointError(f"{named(path, file_size)} {_foreign_types(content, refused)}")
-    archive = Archive(path, file_size, content, storages, records, root, has_checksums)
+        raise CheckpointError(f"{named_file(path, file_size)} {_foreign_types(content, refused)}")
+    archive = Archive(path, status, content, storages, records, root)
     _check_records(archive)
     return archive
 
 
-def named(path: Path, file_size: int) -> str:
+def named_file(path: Path, file_size: int) -> str:
     """Name a file in a message: its path on one line, and its size."""
     return f"{printable_path(path)} ({file_size} bytes)"
 
@@ -106,7 +148,7 @@ def printable_path(path: str | os.PathLike[str]) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _regular_file_size(path: Path) -> int:
+def _regular_file(path: Path) -> os.stat_result:
     name = printable_path(path)
     try:
         status = path.stat()
@@ -118,20 +160,21 @@ def _regular_file_size(path: Path) -> int:
         raise CheckpointError(f"{name} is a directory; give the path of a checkpoint file inside it")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{name} is not a regular file; give the path of a checkpoint file")
-    return status.st_size
+    return status
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        remedy = "; make it readable for you" if isinstance(error, PermissionError) else ""
-        raise CheckpointError(f"{printable_path(path)} cannot be read: {_reason(error)}{remedy}") from None
+        raise CheckpointError(f"{printable_path(path)} cannot be read: {_reason(error)}") from None
 
 
 def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, PermissionError):
+        return "permission denied; make it readable for the user who runs kimik3"
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
@@ -140,14 +183,16 @@ def _damage_reported(path: Path, file_size: int) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{named(path, file_size)} {error}") from None
+        raise CheckpointError(f"{named_file(path, file_size)} {error}") from None
     except ZIP_DAMAGE as error:
         detail = printable(str(error) or type(error).__name__)
         remedy = "it is damaged or was cut off (an interrupted copy, a full disk); copy or save it again"
-        raise CheckpointError(f"{named(path, file_size)} is an incomplete zip archive ({detail}): {remedy}") from None
+        raise CheckpointError(
+            f"{named_file(path, file_size)} is an incomplete zip archive ({detail}): {remedy}"
+        ) from None
 
 
-def _directory(file: BinaryIO) -> dict[str, Record]:
+def _directory(file: BufferedReader) -> dict[str, Record]:
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     records = {}
@@ -170,67 +215,66 @@ def _root(records: Mapping[str, Record]) -> str:
     return roots[0]
 
 
-def _check_byte_order(file: BinaryIO, record: Record | None) -> None:
-    order = b"little" if record is None else _content(file, record, checked=False)
+def _check_byte_order(file: BufferedReader, record: Record | None) -> None:
+    order = b"little" if record is None else _content(file, record)
     if order != b"little":
         raise CheckpointError(f"has byte order {order[:20]!r}; save it again on a little-endian machine")
 
 
-def _content(file: BinaryIO, record: Record, checked: bool) -> bytes:
+def _content(file: BufferedReader, record: Record) -> bytes:
     content = b"".join(_blocks(file, record))
-    if checked and zlib.crc32(content) != record.crc:
+    if record.crc and zlib.crc32(content) != record.crc:
         raise CheckpointError(f"has a wrong checksum in {record.name!r}: it is damaged; copy or save it again")
     return content
 
 
-def _blocks(file: BinaryIO, record: Record) -> Iterator[bytes]:
-    """Yield the bytes of one uncompressed record."""
+def _blocks(file: BufferedReader, record: Record, start: int = 0, count: int | None = None) -> Iterator[bytearray]:
+    """Yield `count` bytes of one uncompressed record from byte `start` on, by default all of it."""
     file.seek(record.header_offset)
     header = file.read(LOCAL_HEADER_BYTES)
     if len(header) < LOCAL_HEADER_BYTES or not header.startswith(b"PK\x03\x04"):
         raise ValueError(f"no record at byte {record.header_offset}")
-    file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
-    left = record.size
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    file.seek(names + start, os.SEEK_CUR)
+    left = record.size if count is None else count
     while left:
-        block = file.read(min(left, BLOCK_BYTES))
-        if not block:
+        block = bytearray(min(left, BLOCK_BYTES))
+        if file.readinto(block) < len(block):
             raise EOFError(f"record {record.name!r} ends early")
         left -= len(block)
         yield block
 
 
 def _foreign_types(content: object, refused: list[str]) -> str:
-    places = [f"a {printable(value.type_name)} under {place}" for place, value in _refused_values(content)]
-    listed = places or [f"a reference to {printable(name)}" for name in dict.fromkeys(refused)]
+    found = [f"{printable(value.type_name)} under {place!r}" for place, value in _refused_values(content)]
+    listed = found or [printable(name) for name in dict.fromkeys(refused)]
     more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    return (
-        f"holds {', '.join(listed[:LISTED])}{more}; such objects need code to be read, so save "
-        f"{_plain_form(listed[0])}"
-    )
+    which = ", ".join(listed[:LISTED])
+    return f"holds {which}{more}; reading such an object would run code, so save {_plain_form(listed[0])}"
 
 
 def _refused_values(content: object) -> Iterator[tuple[str, Global | Instance]]:
     """Yield (place, value) of every outermost value that torch would refuse; each container is entered once."""
-    todo: list[tuple[str, object]] = [("", content)]
+    todo: deque[tuple[str, object]] = deque([("", content)])
     entered: set[int] = set()
     while todo:
-        place, value = todo.pop()
+        place, value = todo.popleft()
         if isinstance(value, Global | Instance) and value.refused:
-            yield place or "the top level", value
+            yield place, value
         elif id(value) not in entered:
             entered.add(id(value))
             for key, child in children(value):
-                todo.append((f"{place}.{printable(str(key))}" if place else repr(key), child))
+                todo.append((f"{place}.{shown_key(key)}" if place else shown_key(key), child))
 
 
-def _plain_form(described: str) -> str:
-    if described.startswith("a numpy.ndarray"):
+def _plain_form(type_name: str) -> str:
+    if type_name.startswith("numpy.ndarray"):
         return "it as a tensor: torch.from_numpy(x)"
-    if described.startswith("a numpy."):
+    if type_name.startswith("numpy."):
         return "it as a plain number: float(x) or int(x)"
-    if described.startswith("a pathlib."):
+    if type_name.startswith("pathlib."):
         return "it as a string: str(x)"
-    if described.startswith(("a argparse.Namespace", "a types.SimpleNamespace")):
+    if type_name.startswith(("argparse.Namespace", "types.SimpleNamespace")):
         return "it as a dictionary: vars(x)"
     return "plain containers, numbers, strings and tensors only"
 
@@ -247,4 +291,4 @@ def _check_records(archive: Archive) -> None:
     if broken:
         more = f" and {len(broken) - LISTED} more" if len(broken) > LISTED else ""
         which = ", ".join(broken[:LISTED])
-        raise CheckpointError(f"{named(archive.path, archive.file_size)} lacks tensor records: {which}{more}; save it again")
+        raise CheckpointError(f"{archive.name} lacks tensor records: {which}{more}; save it again")

@@ -3,11 +3,13 @@
 from typing import BinaryIO
 
 HEAD_BYTES = 1024
+NEEDED = "kimik3 reads a checkpoint of format version 7, written by torch.save"
+OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 MAGIC = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself; run git lfs pull",
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19": "is in the torch.save format before torch 1.6; load it with torch and save it again",
-    b"GGUF": "is a GGUF file; kimik3 reads a checkpoint of format version 7, written by torch.save",
-    b"\x89HDF": "is an HDF5 file; kimik3 reads a checkpoint of format version 7, written by torch.save",
+    OLD_TORCH_MAGIC: "is in the torch.save format before torch 1.6; load it with torch and save it again",
+    b"GGUF": f"is a GGUF file; {NEEDED}",
+    b"\x89HDF": f"is an HDF5 file; {NEEDED}",
     b"\x1f\x8b": "is compressed by gzip; decompress it first",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; decompress it first",
     b"BZh": "is compressed by bzip2; decompress it first",
@@ -31,7 +33,7 @@ def what_it_is(file: BinaryIO, file_size: int) -> str:
     if head[0] == 0x80 and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "is a bare pickle; save the checkpoint with torch.save"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= file_size - 8:
-        return "is a safetensors file; kimik3 reads a checkpoint of format version 7, written by torch.save"
+        return f"is a safetensors file; {NEEDED}"
     if not any(head):
         return "starts with zeros: the download or the save did not finish; copy or save it again"
     return f"is not a zip archive (it starts with {head[:8]!r}), so no torch.save file; check the path"

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-ITEM_BYTES = {
-    **dict.fromkeys("bool uint8 int8 qint8 quint8 quint4x2 quint2x4 bits8 bits1x8 bits2x4 bits4x2".split(), 1),
-    **dict.fromkeys("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split(), 1),
-    **dict.fromkeys(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))], 1),
-    **dict.fromkeys("float16 bfloat16 int16 uint16 bits16".split(), 2),
-    **dict.fromkeys("float32 int32 uint32 qint32 complex32".split(), 4),
-    **dict.fromkeys("float64 int64 uint64 complex64".split(), 8),
-    "complex128": 16,
+DTYPES_BY_BYTES = {
+    1: """bool uint8 int8 qint8 quint8 quint4x2 quint2x4 bits8 bits1x8 bits2x4 bits4x2 float4_e2m1fn_x2
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+    int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7""",
+    2: "float16 bfloat16 int16 uint16 bits16",
+    4: "float32 int32 uint32 qint32 complex32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+ITEM_BYTES = {dtype: count for count, dtypes in DTYPES_BY_BYTES.items() for dtype in dtypes.split()}
 SHOWN_LENGTH = 200
 
 
@@ -57,14 +58,19 @@ class TensorRef:
         return self.storage.key, self.dtype, self.offset, self.shape, self.stride
 
     @property
-    def whole_record(self) -> bool:
-        """Say whether the view is its record from first to last byte, in order."""
+    def is_contiguous(self) -> bool:
+        """Say whether the elements lie one after the other, in order."""
         wanted = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and step != wanted:
                 return False
             wanted *= size
-        return self.nbytes == self.storage.nbytes
+        return True
+
+    @property
+    def is_whole_record(self) -> bool:
+        """Say whether the view is its record from first to last byte, in order."""
+        return self.is_contiguous and self.nbytes == self.storage.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +109,14 @@ def kind_of(value: object) -> str:
     return value.type_name if isinstance(value, Global | Instance) else type(value).__name__
 
 
-def printable(text: str) -> str:
+def printable(text: str, length: int = SHOWN_LENGTH) -> str:
     """Return the text as one printable line of limited length: control characters escaped, the rest cut off."""
-    cut = text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."
+    cut = text if len(text) <= length else text[:length] + "..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+
+
+def shown_key(key: object) -> str:
+    """Return a dictionary key as one printable line."""
+    if isinstance(key, tuple):
+        return printable(", ".join(shown_key(each) for each in key))
+    return kind_of(key) if isinstance(key, TensorRef | StorageRef | Global | Instance) else printable(str(key))

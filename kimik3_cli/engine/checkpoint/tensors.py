@@ -1,21 +1,18 @@
-"""Name, shape and part of every tensor that a configuration asks for, and how a file's tensors differ from that.
+"""Name, shape and part of every tensor that a configuration asks for.
 
-The one list that the loader and the inspector share. Names and shapes follow docs/architecture.md. It knows no file
-format: what a file holds arrives as anything with a shape and a dtype name.
+The one list that the loader and the inspector share. It knows no file format.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.errors import ConfigError
-from kimik3_cli.results import ParameterCounts, PartCounts, Problem
+from kimik3_cli.results import ParameterCounts, PartCounts
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-WRAPPERS = ("module.", "_orig_mod.")
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The released K3 has 250,000 tensors; far beyond that a configuration is damaged, and listing it would fill memory.
 MAX_TENSORS = 5_000_000
 
@@ -27,17 +24,7 @@ class TensorSpec(NamedTuple):
     part: str
 
 
-class Stored(Protocol):
-    """What a file says of one tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-
 Specs = Iterator[tuple[str, TensorSpec]]
-T = TypeVar("T")
 
 
 def tensor_specs(config: KimiK3Config) -> dict[str, TensorSpec]:
@@ -171,53 +158,6 @@ def count_parameters(config: KimiK3Config, specs: Mapping[str, TensorSpec]) -> P
         active=total - parts["embedding"] - idle,
         parts=PartCounts(**{name: parts[name] for name in PartCounts.model_fields}),
     )
-
-
-def common_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of `module.` and `_orig_mod.`, in any nesting, that every name carries; often empty."""
-    names = list(names)
-    prefix = ""
-    while names:
-        wrapper = next((w for w in WRAPPERS if all(name.startswith(prefix + w) for name in names)), None)
-        if wrapper is None:
-            break
-        prefix += wrapper
-    return prefix
-
-
-def canonical_names(config: KimiK3Config, stored: Mapping[str, T]) -> dict[str, T]:
-    """Return the file's entries by the names of the model: wrapper prefix stripped, a lone tied head as embedding."""
-    prefix = common_prefix(stored)
-    named = {name.removeprefix(prefix): value for name, value in stored.items()}
-    if config.tie_word_embeddings and HEAD in named and EMBEDDING not in named:
-        named[EMBEDDING] = named.pop(HEAD)
-    return named
-
-
-def tensor_problems(
-    config: KimiK3Config, specs: Mapping[str, TensorSpec], named: Mapping[str, Stored]
-) -> list[Problem]:
-    """List every missing, unexpected, misshapen and wrongly typed tensor; `named` comes from `canonical_names`."""
-    wanted = {**specs, HEAD: specs[EMBEDDING]} if config.tie_word_embeddings and HEAD in named else specs
-    problems = []
-    for name, spec in wanted.items():
-        if name not in named:
-            message = f"{name} {list(spec.shape)} is missing; the configuration asks for it"
-            problems.append(Problem(kind="missing", name=name, message=message))
-            continue
-        found = named[name]
-        if not shape_fits(name, spec.shape, found.shape):
-            message = f"{name} has shape {list(found.shape)}; the configuration asks for {list(spec.shape)}"
-            problems.append(Problem(kind="shape", name=name, message=message))
-        if found.dtype not in WEIGHT_DTYPES:
-            message = f"{name} is stored as {found.dtype}; store weights as float32, bfloat16, float16 or float64"
-            problems.append(Problem(kind="dtype", name=name, message=message))
-    return problems + [_unexpected(name) for name in named if name not in wanted]
-
-
-def _unexpected(name: str) -> Problem:
-    message = f"{name!r} is not a tensor of this configuration; remove it or correct its name"
-    return Problem(kind="unexpected", name=name, message=message)
 
 
 def shape_fits(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> bool:

@@ -31,11 +31,17 @@ STORAGE_DTYPES = {
 STORAGE_TYPES = {
     "torch.storage.UntypedStorage": "uint8",
     **{f"torch.{name}": dtype for name, dtype in STORAGE_DTYPES.items()},
-    **{f"torch.cuda.{name}": dtype for name, dtype in STORAGE_DTYPES.items()},
+    **{f"torch.cuda.{name}": dtype for name, dtype in STORAGE_DTYPES.items() if not name.startswith("Q")},
 }
-TENSOR_KINDS = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+TENSOR_KINDS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 TENSOR_MODULES = ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse")
-QUANTIZERS = "tensor_affine tensor_symmetric channel_affine channel_symmetric channel_affine_float_qparams".split()
+QUANTIZERS = (
+    "per_tensor_affine",
+    "per_tensor_symmetric",
+    "per_channel_affine",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
 KEY_TYPES = (str, int, float, complex, bytes, type(None), Global, Instance, StorageRef, TensorRef)
 
 
@@ -76,9 +82,7 @@ def _tensor_with_dtype(
     return _view(storage, offset, size, stride, dtype.type_name.removeprefix("torch."))
 
 
-def _view(
-    storage: object, offset: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: str | None
-) -> TensorRef:
+def _view(storage: object, offset: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: str | None) -> TensorRef:
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
     kind = dtype or storage.dtype
@@ -90,7 +94,9 @@ def _view(
     return TensorRef(shape, kind, storage, offset, steps)
 
 
-def _tensor_of_type(function: Global, _type: object, args: tuple[Any, ...], *_: object) -> object:
+def _tensor_of_type(function: Global, kind: Global, args: tuple[Any, ...], *_: object) -> object:
+    if kind.refused:
+        return Instance(kind.type_name, args, refused=True)
     return CONSTRUCTORS[function.type_name](*args)
 
 
@@ -153,9 +159,11 @@ CONSTRUCTORS: dict[str, Callable[..., Any]] = {
 OTHER_NAMES = frozenset(
     [
         "torch.Tensor",
+        "torch.BoolTensor",
+        "torch.cuda.BoolTensor",
         "torch.storage.TypedStorage",
         *(f"torch.{dtype}" for dtype in ITEM_BYTES),
-        *(f"torch.per_{scheme}" for scheme in QUANTIZERS),
+        *(f"torch.{scheme}" for scheme in QUANTIZERS),
         *(f"{module}.{kind}Tensor" for module in TENSOR_MODULES for kind in TENSOR_KINDS),
     ]
 )

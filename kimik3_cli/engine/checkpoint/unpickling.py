@@ -17,7 +17,7 @@ from kimik3_cli.engine.checkpoint.torch_globals import (
     is_accepted,
 )
 
-PUSH_ARGUMENT = frozenset("BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING".split())
+PUSH_ARGUMENT = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING")
 PUSH_NEW: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,

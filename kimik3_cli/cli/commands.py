@@ -1,0 +1,117 @@
+"""The commands: values of options -> request -> engine -> sink. Imports that cost time stay inside."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import kimik3_cli
+from kimik3_cli.cli.options import Values
+from kimik3_cli.errors import RequestError
+from kimik3_cli.render.output import Output
+
+BUNDLED_CHECKPOINT = Path(kimik3_cli.__file__).parent / "assets" / "demo.pt"
+STDIN_PROMPT = "-"
+CHECKPOINT_HAS_PROBLEMS = 3
+
+
+def generate(output: Output, values: Values) -> int:
+    """Continue a prompt, greedily or by sampling."""
+    from kimik3_cli.engine.service import run_generate
+    from kimik3_cli.requests import GenerateRequest
+
+    request = _with_stdin(GenerateRequest, values)
+    with output.working("loading the model") as update:
+        result = run_generate(request, update)
+
+    def view() -> Any:
+        from kimik3_cli.render.human import generate_view
+
+        return generate_view(result, request.prompt)
+
+    output.emit(result, view)
+    return 0
+
+
+def logits(output: Output, values: Values) -> int:
+    """Show the distribution of the next token after a prompt."""
+    from kimik3_cli.engine.service import run_logits
+    from kimik3_cli.requests import LogitsRequest
+
+    request = _with_stdin(LogitsRequest, values)
+    with output.working("loading the model") as update:
+        result = run_logits(request, update)
+
+    def view() -> Any:
+        from kimik3_cli.render.human import logits_view
+
+        return logits_view(result)
+
+    output.emit(result, view)
+    return 0
+
+
+def inspect_checkpoint(output: Output, values: Values) -> int:
+    """Report what a checkpoint holds and what is wrong."""
+    from kimik3_cli.engine.checkpoint import inspection
+    from kimik3_cli.requests import InspectRequest
+
+    request = InspectRequest.build(**values)
+    with output.working("reading the checkpoint"):
+        result = inspection.inspect_checkpoint(request.path, tensors=request.tensors, deep=request.deep)
+
+    def view() -> Any:
+        from kimik3_cli.render.human import inspect_view
+
+        return inspect_view(result)
+
+    output.emit(result, view)
+    return CHECKPOINT_HAS_PROBLEMS if result.problems else 0
+
+
+def schema(output: Output, values: Values) -> int:
+    """Print the JSON schema of a command's result."""
+    import json
+
+    from kimik3_cli import results
+
+    models: dict[str, type[results.Result]] = {
+        "generate": results.GenerateResult,
+        "logits": results.LogitsResult,
+        "inspect": results.InspectResult,
+    }
+    name = values["name"]
+    if name not in models:
+        raise RequestError(f"NAME is {name!r}; give {', '.join(models)}")
+    output.emit_json(json.dumps(models[name].model_json_schema(mode="serialization"), indent=2, ensure_ascii=False))
+    return 0
+
+
+def _with_stdin(kind: Any, values: Values) -> Any:
+    """Build the request; `--prompt -` becomes the text of standard input once all else is known to be right."""
+    given = {"checkpoint": str(BUNDLED_CHECKPOINT), **values}
+    request = kind.build(**given)
+    if request.prompt != STDIN_PROMPT:
+        return request
+    return kind.build(**{**given, "prompt": _read_stdin()})
+
+
+def _read_stdin() -> str:
+    """Read a prompt: UTF-8, less one final newline (LF or CRLF).
+
+    Raises:
+        RequestError: standard input is closed, empty or not UTF-8.
+    """
+    if sys.stdin is None:
+        raise RequestError("--prompt is '-', but standard input is closed; give the text itself or pipe it in")
+    data = sys.stdin.buffer.read()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"--prompt is '-', but byte {error.start} of standard input is 0x{data[error.start]:02x}, "
+            "which is not valid UTF-8; give UTF-8 text"
+        ) from None
+    text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\r\n") else text.removesuffix("\n")
+    if not text:
+        raise RequestError("--prompt is '-', but standard input is empty; give at least one character")
+    return text

@@ -1,0 +1,196 @@
+"""One request in, one result out. Everything is checked, cheapest first, before any weight is loaded."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length
+from kimik3_cli.requests import GenerateRequest, LogitsRequest, ModelRequest
+from kimik3_cli.results import CheckpointInfo, GenerateResult, LogitsResult, TopToken
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kimik3_cli.engine.model.decoder import KimiK3
+    from kimik3_cli.engine.tokenizer import Tokenizer
+
+Update = Callable[[str], None]
+
+
+def run_generate(request: GenerateRequest, update: Update = lambda text: None) -> GenerateResult:
+    """Continue the request's prompt.
+
+    Args:
+        request: what to do.
+        update: is told in a few words what is going on.
+
+    Raises:
+        RequestError, DeviceError, CheckpointError, TokenizerError: nearly always before any weight is loaded.
+        NonFiniteError: the model's logits are not finite; names the step.
+    """
+    from kimik3_cli.engine.generation import stream_tokens
+
+    job = _prepare(request, update)
+    check_generation(job.config, job.prompt_ids, request.max_new_tokens, request.pad_id)
+    ends = _end_ids(request, job)
+    model, info = _load(request, job, update)
+    tokens: list[int] = []
+    finish: str | None = None
+    steps = stream_tokens(
+        model,
+        job.prompt_ids,
+        max_new_tokens=request.max_new_tokens,
+        mode=request.mode,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        eos_id=ends,
+        pad_id=request.pad_id,
+        precision=request.precision,
+    )
+    for token, reason in steps:
+        tokens.append(token)
+        finish = reason
+        update(f"generating, {len(tokens)} of {request.max_new_tokens} tokens")
+    text = {"generated_text": job.tokenizer.decode(tokens)} if job.tokenizer else {}
+    return GenerateResult(
+        checkpoint=info,
+        device=str(job.device),
+        precision=request.precision,
+        prompt_token_ids=job.prompt_ids,
+        generated_token_ids=tokens,
+        finish_reason="eos" if finish == "eos" else "length",
+        **text,
+    )
+
+
+def run_logits(request: LogitsRequest, update: Update = lambda text: None) -> LogitsResult:
+    """Compute the distribution of the token after the request's prompt.
+
+    Raises:
+        RequestError, DeviceError, CheckpointError, TokenizerError: nearly always before any weight is loaded.
+        NonFiniteError: the logits are not finite.
+        OSError: the output file cannot be written.
+    """
+    from kimik3_cli.engine.generation import next_token_logits
+
+    job = _prepare(request, update)
+    check_prompt(job.config, job.prompt_ids, request.pad_id)
+    padded_length(job.config, len(job.prompt_ids))
+    model, info = _load(request, job, update)
+    logits = next_token_logits(model, job.prompt_ids, pad_id=request.pad_id, precision=request.precision).cpu()
+    result = LogitsResult(
+        checkpoint=info,
+        device=str(job.device),
+        precision=request.precision,
+        prompt_token_ids=job.prompt_ids,
+        vocab_size=job.config.vocab_size,
+        top=_top(logits, request.top, job.tokenizer),
+    )
+    if request.output is not None:
+        _write(logits, request.output)
+        return result.model_copy(update={"output": str(request.output)})
+    return result.model_copy(update={"logits": logits.tolist()}) if request.full else result
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request whose every part has been found and checked; only the weights are missing."""
+
+    device: "torch.device"
+    config: KimiK3Config
+    tokenizer: "Tokenizer | None"
+    prompt_ids: list[int]
+
+
+def _prepare(request: ModelRequest, update: Update) -> _Job:
+    """Resolve device, precision and backend; read the checkpoint's structure; then the tokenizer, then the prompt."""
+    from kimik3_cli.engine.checkpoint.contents import read_contents
+    from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+
+    device = resolve_device(request.device)
+    check_precision(device, request.precision)
+    backend = resolve_backend(request.backend, device)
+    contents = read_contents(request.checkpoint)
+    config = contents.config.with_backend(backend)
+    if request.prompt is None:
+        return _Job(device, config, None, list(request.token_ids or ()))
+    from kimik3_cli.engine.tokenizer import find_tokenizer, load_tokenizer
+
+    named = contents.tokenizer
+    entry = (named.name_or_path, named.revision) if named else None
+    source = find_tokenizer(request.checkpoint, entry, request.tokenizer, request.tokenizer_revision)
+    update("loading the tokenizer")
+    tokenizer = load_tokenizer(source, local_files_only=request.local_files_only)
+    tokenizer.check_length(config.vocab_size)
+    return _Job(device, config, tokenizer, tokenizer.encode(request.prompt))
+
+
+def _end_ids(request: GenerateRequest, job: _Job) -> list[int]:
+    """Ids that end the text: --eos-id, else the tokenizer's, else the checkpoint's, else 0; an explicit 0 counts."""
+    given = request.eos_id
+    if given is None and job.tokenizer is not None:
+        given = job.tokenizer.eos_token_id
+    return sorted(eos_ids(job.config, given))
+
+
+def _load(request: ModelRequest, job: _Job, update: Update) -> "tuple[KimiK3, CheckpointInfo]":
+    from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
+
+    update("loading the model")
+    model, metadata = load_checkpoint_model(
+        request.checkpoint, job.device, job.config.kda_backend, precision=request.precision
+    )
+    update("computing")
+    info = CheckpointInfo(
+        path=metadata.path,
+        format_version=metadata.format_version,
+        step=metadata.step,
+        training_kda_backend=metadata.training_kda_backend,
+        inference_kda_backend=metadata.inference_kda_backend,
+        parameters=metadata.parameters,
+        vocab_size=metadata.vocab_size,
+        max_seq_len=metadata.max_seq_len,
+    )
+    return model, info
+
+
+def _top(logits: "Tensor", count: int, tokenizer: "Tokenizer | None") -> list[TopToken]:
+    """Return the best `count` of [V] float32 logits, equal ones by id."""
+    logprobs = logits.double().log_softmax(dim=-1)
+    best: list[int] = logits.argsort(descending=True, stable=True)[:count].tolist()
+    return [
+        TopToken(
+            token_id=token,
+            logit=logits[token].item(),
+            logprob=logprobs[token].item(),
+            **({"text": tokenizer.token_text(token)} if tokenizer else {}),
+        )
+        for token in best
+    ]
+
+
+def _write(logits: "Tensor", path: Path) -> None:
+    """Write [V] float32 logits in the format that the file's name asks for, whole or not at all."""
+    import numpy
+    import torch
+    from safetensors.torch import save
+
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            if path.suffix == ".npy":
+                numpy.save(file, logits.numpy())
+            elif path.suffix == ".safetensors":
+                file.write(save({"logits": logits}))
+            else:
+                torch.save(logits, file)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Damage anywhere in a file: it is read, or refused in one line; nothing else ever escapes, and nothing hangs."""
+
+import os
+import random
+import struct
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import mk
+
+from kimik3_cli.engine.checkpoint.inspection import inspect_checkpoint
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
+from kimik3_cli.errors import CheckpointError
+
+FLIPS = 300
+LONGEST_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint without checksums, so that damage reaches the pickle machine."""
+    path = tmp_path_factory.mktemp("sound") / "sound.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        mk(
+            path,
+            {"num_hidden_layers": 2},
+            lambda made: made.update(step=3, sparse=torch.eye(3).to_sparse(), state=({1}, b"a", torch.float32)),
+            {"kda_layers": [1], "full_attn_layers": [2]},
+        )
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return path
+
+
+def outcome(path: Path, deep: bool) -> str:
+    """Read the file in every way; anything but a result or a one-line refusal fails the test."""
+    started = time.perf_counter()
+    try:
+        inspect_checkpoint(path, tensors=True, deep=deep).to_json()
+        load_checkpoint_model(path)
+        outcome = "read"
+    except CheckpointError as error:
+        assert str(error).isprintable()
+        assert str(path) in str(error)
+        assert "weights_only" not in str(error)
+        outcome = "refused"
+    assert time.perf_counter() - started < LONGEST_S
+    return outcome
+
+
+def regions(path: Path) -> dict[str, tuple[int, int]]:
+    """First and last byte of the pickle, of the zip directory, and of everything."""
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        size, directory = archive.infolist()[0].file_size, archive.start_dir
+    start = 30 + sum(struct.unpack("<HH", content[26:30]))
+    return {"pickle": (start, start + size), "directory": (directory, len(content)), "file": (0, len(content))}
+
+
+@pytest.mark.parametrize("region", ["pickle", "directory", "file"])
+def test_flipped_bytes(region: str, sound: Path, tmp_path: Path) -> None:
+    content, (first, last) = sound.read_bytes(), regions(sound)[region]
+    path, draw = tmp_path / "damaged.pt", random.Random(region)
+    outcomes = set()
+    for number in range(FLIPS):
+        damaged = bytearray(content)
+        for _ in range(draw.choice([1, 1, 2, 6])):
+            damaged[draw.randrange(first, last)] = draw.randrange(256)
+        path.write_bytes(damaged)
+        outcomes.add(outcome(path, deep=number % 20 == 0))
+    assert outcomes == {"read", "refused"}
+
+
+def test_cut_anywhere(sound: Path, tmp_path: Path) -> None:
+    content, path = sound.read_bytes(), tmp_path / "cut.pt"
+    for percent in range(100):
+        path.write_bytes(content[: len(content) * percent // 100])
+        assert outcome(path, deep=False) == "refused"
+
+
+def test_pieces_missing_in_the_middle(sound: Path, tmp_path: Path) -> None:
+    content, path, draw = sound.read_bytes(), tmp_path / "gap.pt", random.Random(5)
+    for _ in range(50):
+        start = draw.randrange(len(content))
+        path.write_bytes(content[:start] + content[start + draw.randrange(1, 200) :])
+        outcome(path, deep=False)
+
+
+def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.pt"
+    mk(path)
+    mk(tmp_path / "newer.pt", seed=1)
+    load = torch.load
+
+    def replaced_before(*args: object, **kwargs: object) -> object:
+        os.replace(tmp_path / "newer.pt", path)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", replaced_before)
+    with pytest.raises(CheckpointError, match="was replaced while it was read; load it again"):
+        load_checkpoint_model(path)
+
+
+def test_file_that_only_torch_finds_damaged(tmp_path: Path) -> None:
+    """The reason in torch's words is kept, its advice to switch safety off is not."""
+    path = tmp_path / "a.pt"
+    mk(path)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x05\x06") + 4] = 1
+    path.write_bytes(content)
+    inspect_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"cannot be mapped by torch \(PytorchStreamReader .*multidisk"):
+        load_checkpoint_model(path)

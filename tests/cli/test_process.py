@@ -1,0 +1,213 @@
+"""kimik3 as a process: pipes, terminals, signals, locales, noise, and what it imports."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import mk
+from commandline import PROGRAM, Ran, answer, environment, error_line, run, run_on_terminal
+
+ESCAPE = "\x1b"
+NOISE = {"PYTHONWARNINGS": "always", "TRANSFORMERS_VERBOSITY": "debug", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+HELP_PAGES = [["--help"], *([command, "--help"] for command in ("generate", "logits", "inspect-checkpoint", "schema"))]
+HELP_CPU_S = 0.35
+
+
+def test_piped_commands_write_only_json_to_stdout(speaking: Path) -> None:
+    """Whatever the libraries are asked to tell goes to stderr, and with --quiet nowhere."""
+    words = ["generate", "--checkpoint", speaking, "--prompt", "é", "--max-new-tokens", "2"]
+    noisy = run(*words, **NOISE, NO_COLOR="1")
+    assert answer(noisy._replace(err=""))
+    assert "[transformers]" in noisy.err
+    assert ESCAPE not in noisy.out + noisy.err
+    assert answer(run(*words, "--quiet", **NOISE, TERM="dumb")) == json.loads(noisy.out)
+
+
+def test_results_are_pictures_on_a_terminal(mini: Path) -> None:
+    for words in (["logits", "--token-ids", "7", "--checkpoint", mini], ["inspect-checkpoint", mini]):
+        ran = run_on_terminal(*words, "--quiet")
+        assert (ran.code, ran.err) == (0, "")
+        assert ESCAPE in ran.out
+        assert "█" in ran.out
+        assert "{" not in ran.out
+
+
+def test_json_on_demand_on_a_terminal(mini: Path) -> None:
+    assert answer(run_on_terminal("inspect-checkpoint", mini, "--json"))["path"] == str(mini)
+
+
+def test_generate_on_a_terminal_shows_prompt_and_text(speaking: Path) -> None:
+    words = ["generate", "--checkpoint", speaking, "--prompt", "[/] To be", "--max-new-tokens", "3", "--eos-id", "7"]
+    ran = run_on_terminal(*words, "--quiet")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"{ESCAPE}[2m[/] To be{ESCAPE}[0m")
+    assert "3 new tokens, length reached" in ran.out
+
+
+@pytest.mark.parametrize("plain", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize(
+    "words", [["inspect-checkpoint"], ["inspect-checkpoint", "--help"], ["inspect-checkpoint", "--no"]]
+)
+def test_a_plain_terminal_gets_no_escape(mini: Path, plain: dict[str, str], words: list[str]) -> None:
+    ran = run_on_terminal(*words, *([] if len(words) > 1 else [mini]), **plain)
+    assert ran.out + ran.err
+    assert ESCAPE not in ran.out + ran.err
+
+
+def test_errors_are_red_on_a_terminal_and_stay_on_one_line() -> None:
+    path = "missing/" + "long-name/" * 20
+    ran = run_on_terminal("inspect-checkpoint", path)
+    assert (ran.code, ran.out) == (3, "")
+    assert ran.err.startswith(f"{ESCAPE}[1;31mkimik3: error: {ESCAPE}[0m")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_spinner_shows_on_a_stderr_terminal_only(speaking: Path) -> None:
+    words = ["generate", "--checkpoint", speaking, "--prompt", "a", "--max-new-tokens", "2"]
+    ran = run_on_terminal(*words, pipe_stdout=True)
+    assert "loading" in ran.err
+    assert ran.err.rstrip().endswith(f"{ESCAPE}[2K")  # it has wiped itself away
+    assert answer(ran._replace(err=""))
+
+
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_reader_that_stops_ends_the_program_quietly(mini: Path, unbuffered: dict[str, str], lines: int) -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "inspect-checkpoint", "--tensors", str(mini)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(**unbuffered),
+        pipesize=4096,
+    )
+    assert process.stdout is not None
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["schema", "logits"], ["inspect-checkpoint", "mini.pt"]])
+@pytest.mark.parametrize("redirection", [">&-", "| true"])
+def test_a_closed_stdout_exits_141_and_says_nothing(mini: Path, words: list[str], redirection: str) -> None:
+    if redirection == "| true" and words == ["--version"]:
+        words = ["logits", "--help"]  # a few bytes may arrive before the reader is gone
+    script = f'trap "" PIPE; "$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    if redirection == "| true":
+        script = f'{{ sleep 0.3; exec "$@"; }} {redirection}; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *PROGRAM, *words], cwd=mini.parent, capture_output=True, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (141, b"", b"")
+
+
+def test_a_full_disk_is_an_error_in_one_line(mini: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*PROGRAM, "inspect-checkpoint", str(mini)], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert error_line(done.stderr.decode()) == "No space left on device: stdout"
+
+
+def test_a_closed_stderr_changes_nothing(mini: Path) -> None:
+    script = '"$@" 2>&-'
+    command = ["bash", "-c", script, "bash", *PROGRAM, "inspect-checkpoint"]
+    assert answer(Ran(*_done([*command, str(mini)])))
+    assert _done([*command, "missing.pt"]) == (3, "", "")
+
+
+def _done(command: list[str]) -> tuple[int, str, str]:
+    done = subprocess.run(command, capture_output=True, env=environment(), text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("delay", [0.03, 0.2, 0.6])
+def test_an_interrupt_ends_quietly_with_130(speaking: Path, delay: float) -> None:
+    """From the first line of our code on: while importing, parsing, and waiting for standard input."""
+    code = "import sys; from kimik3_cli.__main__ import run; print('ready', flush=True); sys.exit(run())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--checkpoint", str(speaking), "--prompt", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    try:
+        process.wait(delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+@pytest.mark.parametrize(
+    "locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_json_is_utf_8_whatever_the_locale(tmp_path: Path, locale: dict[str, str]) -> None:
+    path = tmp_path / "modèle 日本 🙂.pt"
+    mk(path)
+    ran = run("inspect-checkpoint", path, **locale)
+    assert ran.code == 0
+    assert ran.err == ""
+    if "PYTHONUTF8" not in locale:
+        assert json.loads(ran.out)["path"] == str(path)
+
+
+def test_a_name_that_is_not_utf_8_is_no_crash(mini: Path, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.pt"
+    Path(os.fsdecode(path)).write_bytes(mini.read_bytes())
+    done = subprocess.run([*PROGRAM, "inspect-checkpoint", path], capture_output=True, env=environment())
+    assert done.returncode in (0, 2)
+    assert b"Traceback" not in done.stderr
+    assert (done.returncode == 0) == bool(json.loads(done.stdout or b"0"))
+
+
+def test_the_module_runs_like_the_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "kimik3_cli", "--version"], capture_output=True, text=True)
+    assert done.stdout == run("--version").out
+
+
+def imported(*words: str) -> set[str]:
+    """Top-level packages in sys.modules after a command line has run."""
+    code = (
+        "import sys; from kimik3_cli.__main__ import run; run();"
+        "print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment())
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("words", HELP_PAGES)
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    assert not imported(*words) & {"torch", "transformers", "triton", "numpy", "pydantic", "safetensors"}
+
+
+def test_inspection_needs_no_torch(mini: Path) -> None:
+    assert not imported("inspect-checkpoint", "--tensors", str(mini)) & {"torch", "transformers", "numpy"}
+
+
+def test_token_ids_need_no_transformers(mini: Path) -> None:
+    modules = imported("generate", "--checkpoint", str(mini), "--token-ids", "7", "--max-new-tokens", "1")
+    assert "torch" in modules
+    assert not modules & {"transformers", "tokenizers", "huggingface_hub"}
+
+
+@pytest.mark.parametrize("words", HELP_PAGES)
+def test_help_starts_fast(words: list[str]) -> None:
+    """CPU time, best of three, so that other work on the machine does not count."""
+    assert min(cpu_seconds(words) for _ in range(3)) < HELP_CPU_S
+
+
+def cpu_seconds(words: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*PROGRAM, *words], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
