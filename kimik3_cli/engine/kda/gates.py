@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_L2_EPS_ROOT = torch.tensor(1e-3, device="cpu")  # a 0-dim CPU tensor mixes with every device
+_L2_FLOOR = torch.tensor(1e-3, device="cpu")  # a 0-dim CPU tensor mixes with every device
 
 
 def log_decay(z: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
@@ -29,4 +29,4 @@ def log_decay(z: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
 def l2_normalise(x: Tensor) -> Tensor:
     """[..., K] of any dtype -> x * rsqrt(sum x^2 + 1e-6), float32."""
     x = x.float()
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _L2_EPS_ROOT)
+    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _L2_FLOOR)

@@ -3,6 +3,9 @@
 Letters: B batch, T time, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +81,29 @@ class KimiK3(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.embed_tokens.weight.device
+
+    def pack(self) -> None:
+        """Join projections of one input into one matrix each, for inference; parameters keep names, values and memory.
+
+        Copies about a fifth of the weights once. Moving or replacing weights undoes it.
+        """
+        for part in self._packable():
+            part.pack()
+
+    def _packable(self) -> list[KdaAttention | MlaAttention | DenseFfn]:
+        return [part for part in self.modules() if isinstance(part, KdaAttention | MlaAttention | DenseFfn)]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        for part in self._packable():
+            part.unpack()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the weights as every module does."""
+        for part in self._packable():
+            part.unpack()
+        return super().load_state_dict(*args, **kwargs)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits after every position: [B,T] int64 -> [B,T,V]."""

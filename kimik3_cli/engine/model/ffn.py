@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
+from kimik3_cli.engine.model.parts import JointProjection, RMSNorm, linear, linear_fp32, make_activation
 
 RENORMALISE_EPS = 1e-20
 
@@ -21,11 +21,21 @@ class DenseFfn(nn.Module):
         self.gate_proj, self.up_proj = linear(config.hidden_size, width), linear(config.hidden_size, width)
         self.down_proj = linear(width, config.hidden_size)
         self.activation = make_activation(config)
+        self.projected = JointProjection(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,D] -> [B,T,D]."""
-        y: Tensor = self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.projected(x).chunk(2, dim=-1)  # [B,T,width]
+        y: Tensor = self.down_proj(self.activation(gate, up))
         return y
+
+    def pack(self) -> None:
+        """Join what is applied together, see `KimiK3.pack`."""
+        self.projected.pack()
+
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        self.projected.unpack()
 
 
 class Expert(nn.Module):

@@ -12,7 +12,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
 from kimik3_cli.engine.kda.decode import kda_decode
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
-from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
+from kimik3_cli.engine.model.parts import JointProjection, RMSNorm, linear, linear_fp32, without_autocast
 
 
 class ShortConv(nn.Module):
@@ -68,18 +68,24 @@ class KdaAttention(nn.Module):
         else:
             self.g_a_proj, self.g_b_proj = linear(hidden, self.head_dim), linear(self.head_dim, width)
         self.full_rank_gate = linear_attn.use_full_rank_gate
+        gate_proj = self.g_proj if self.full_rank_gate else self.g_a_proj
+        self.projected = JointProjection(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, gate_proj)
+        self.widths = [3 * width, self.head_dim, gate_proj.out_features]
+        self.packed_taps: Tensor | None = None
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = linear(width, hidden)
 
     def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and advanced by T tokens."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).float()  # [B,T,3*H*K]
-        z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)  # [B,T,H,K]
+        qkv, f, gate = torch.split(self.projected(x), self.widths, dim=-1)
+        z = self._heads(self.f_b_proj(f).float() + self.dt_bias)  # [B,T,H,K]
         beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
-        gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))
+        gate = self._heads(gate if self.full_rank_gate else self.g_b_proj(gate))  # [B,T,H,K]
         with without_autocast(x.device):
-            advance = self._one_token if state is not None and x.shape[1] == 1 else self._many_tokens
-            o = advance(qkv, z, beta, state)  # [B,T,H,K] float32
+            if state is not None and x.shape[1] == 1:
+                o = self._one_token(qkv.float(), z, beta, state)  # [B,T,H,K] float32
+            else:
+                o = self._many_tokens(qkv.float(), z, beta, state)
         y: Tensor = self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
         return y
 
@@ -106,5 +112,17 @@ class KdaAttention(nn.Module):
 
     def _taps(self) -> Tensor:
         """The three convolutions as one, [c,3*H*K]."""
+        if self.packed_taps is not None and not torch.is_grad_enabled():
+            return self.packed_taps
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         return torch.cat([conv.weight.float() for conv in convs]).squeeze(1).t()
+
+    def pack(self) -> None:
+        """Join what is applied together, see `KimiK3.pack`."""
+        self.projected.pack()
+        self.packed_taps = self._taps().detach().contiguous()
+
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        self.projected.unpack()
+        self.packed_taps = None

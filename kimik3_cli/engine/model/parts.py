@@ -22,7 +22,8 @@ class RMSNorm(nn.Module):
         """Create a norm of `size` channels with weight 1."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps_root = torch.tensor(eps**0.5, device="cpu")  # a 0-dim CPU tensor mixes with every device
+        self.per_root_size = size**-0.5
+        self.root_eps = torch.tensor(eps**0.5, device="cpu")  # a 0-dim CPU tensor mixes with every device
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
@@ -30,14 +31,43 @@ class RMSNorm(nn.Module):
         return x / self.root_mean_square(x) * self.weight
 
     def root_mean_square(self, x: Tensor) -> Tensor:
-        """sqrt(mean(x^2) + eps) in the fewest operations: [..., size] float32 -> [..., 1]."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.hypot(norm * x.shape[-1] ** -0.5, self.eps_root)
+        """sqrt(mean(x^2) + eps), [..., size] float32 -> [..., 1], in the fewest operations: decoding repeats it."""
+        return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True) * self.per_root_size, self.root_eps)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """Return a projection without bias, as everywhere in this architecture."""
     return nn.Linear(inputs, outputs, bias=False)
+
+
+class JointProjection:
+    """Several projections of one input. Packed, they are one matrix product; their weights become views of its matrix.
+
+    Not a module: the projections stay registered where they are, under the checkpoint's names.
+    """
+
+    def __init__(self, *projections: nn.Linear) -> None:
+        """Join projections that are applied to the same input."""
+        self.projections = projections
+        self.packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of out], in the order of the projections."""
+        if self.packed is None or torch.is_grad_enabled():
+            return torch.cat([projection(x) for projection in self.projections], dim=-1)
+        return F.linear(x, self.packed)
+
+    def pack(self) -> None:
+        """Copy the weights into one matrix and let each projection's weight be its rows of it."""
+        packed = torch.cat([projection.weight.detach() for projection in self.projections])  # [sum of out,in]
+        rows = torch.split(packed, [projection.out_features for projection in self.projections])
+        for projection, weight in zip(self.projections, rows, strict=True):
+            projection.weight = nn.Parameter(weight, requires_grad=projection.weight.requires_grad)
+        self.packed = packed
+
+    def unpack(self) -> None:
+        """Forget the joint matrix, before weights are moved or replaced."""
+        self.packed = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -103,7 +133,7 @@ def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linea
     if not blocks:
         return h
     values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
-    query = norm.weight.float() * proj.weight[0].float()  # [D]
+    query = norm.weight * proj.weight[0]  # [D]
     with without_autocast(h.device):
-        scores = (values @ query).unsqueeze(-2) / norm.root_mean_square(values).transpose(-1, -2)  # [B,T,1,N]
-        return (torch.softmax(scores, dim=-1) @ values).squeeze(-2)
+        scores = (values @ query).unsqueeze(-1) / norm.root_mean_square(values)  # [B,T,N,1]
+        return (torch.softmax(scores, dim=-2).transpose(-1, -2) @ values).squeeze(-2)
