@@ -14,7 +14,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.ffn import DenseFfn, LatentMoe
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.mla import MlaAttention
-from kimik3_cli.engine.model.parts import RMSNorm, linear, mix_residuals
+from kimik3_cli.engine.model.parts import Packable, RMSNorm, linear, mix_residuals
 
 
 class DecoderLayer(nn.Module):
@@ -83,26 +83,29 @@ class KimiK3(nn.Module):
         return self.embed_tokens.weight.device
 
     def pack(self) -> None:
-        """Join projections of one input into one matrix each, for inference; parameters keep names, values and memory.
+        """Prepare for inference: projections of one input become views of one matrix; names and values stay.
 
         Copies about a fifth of the weights once. Moving or replacing weights undoes it.
         """
         for part in self._packable():
             part.pack()
 
-    def _packable(self) -> list[KdaAttention | MlaAttention | DenseFfn]:
-        return [part for part in self.modules() if isinstance(part, KdaAttention | MlaAttention | DenseFfn)]
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+    def unpack(self) -> None:
+        """Undo `pack`."""
         for part in self._packable():
             part.unpack()
+
+    def _packable(self) -> list[Packable]:
+        return [part for part in self.modules() if isinstance(part, Packable)]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.unpack()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the weights as every module does."""
-        for part in self._packable():
-            part.unpack()
+        self.unpack()
         return super().load_state_dict(*args, **kwargs)
 
     def forward(self, ids: Tensor) -> Tensor:

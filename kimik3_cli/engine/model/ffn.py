@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.model.parts import JointProjection, RMSNorm, linear, linear_fp32, make_activation
+from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear, linear_fp32, make_activation
 
 RENORMALISE_EPS = 1e-20
 
 
-class DenseFfn(nn.Module):
+class DenseFfn(Packable):
     """down_proj(act(gate_proj x, up_proj x))."""
 
     def __init__(self, config: KimiK3Config, width: int) -> None:
@@ -30,11 +30,11 @@ class DenseFfn(nn.Module):
         return y
 
     def pack(self) -> None:
-        """Join what is applied together, see `KimiK3.pack`."""
+        """Join what is applied together."""
         self.projected.pack()
 
     def unpack(self) -> None:
-        """Undo `pack`."""
+        """Part it again."""
         self.projected.unpack()
 
 

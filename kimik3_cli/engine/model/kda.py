@@ -12,7 +12,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
 from kimik3_cli.engine.kda.decode import kda_decode
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
-from kimik3_cli.engine.model.parts import JointProjection, RMSNorm, linear, linear_fp32, without_autocast
+from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear, linear_fp32, without_autocast
 
 
 class ShortConv(nn.Module):
@@ -45,7 +45,7 @@ def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Ten
     return F.silu(total), padded[:, time:]
 
 
-class KdaAttention(nn.Module):
+class KdaAttention(Packable):
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692), both gate forms and both output-gate forms."""
 
     def __init__(self, config: KimiK3Config) -> None:
@@ -118,11 +118,11 @@ class KdaAttention(nn.Module):
         return torch.cat([conv.weight.float() for conv in convs]).squeeze(1).t()
 
     def pack(self) -> None:
-        """Join what is applied together, see `KimiK3.pack`."""
+        """Join what is applied together."""
         self.projected.pack()
         self.packed_taps = self._taps().detach().contiguous()
 
     def unpack(self) -> None:
-        """Undo `pack`."""
+        """Part it again."""
         self.projected.unpack()
         self.packed_taps = None

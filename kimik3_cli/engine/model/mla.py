@@ -6,16 +6,16 @@ V value size, C latent width.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kimik3_cli.engine.cache import MlaState
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.model.parts import JointProjection, RMSNorm, linear
+from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear
 
 LATENT_EPS = 1e-6
 
 
-class MlaAttention(nn.Module):
+class MlaAttention(Packable):
     """NoPE MLA (Kimi Linear, arXiv 2510.26692; output gate: Kimi K3, arXiv 2607.24653): nothing is ever rotated."""
 
     def __init__(self, config: KimiK3Config) -> None:
@@ -61,11 +61,11 @@ class MlaAttention(nn.Module):
         return y
 
     def pack(self) -> None:
-        """Join what is applied together, see `KimiK3.pack`."""
+        """Join what is applied together."""
         self.projected.pack()
 
     def unpack(self) -> None:
-        """Undo `pack`."""
+        """Part it again."""
         self.projected.unpack()
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Letters: B batch, T time, D hidden size, N sources of a residual mix.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,24 +16,56 @@ from kimik3_cli.engine.config import KimiK3Config
 Activation = Callable[[Tensor, Tensor], Tensor]
 
 
-class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
+class Packable(nn.Module):
+    """A module that can prepare for inference by combining weights once, see `KimiK3.pack`.
+
+    What it prepares is used only while gradients are off, so that training never meets it.
+    """
+
+    def pack(self) -> None:
+        """Prepare; every parameter keeps its name and value."""
+        raise TypeError(f"{type(self).__name__} says that it can be packed, but not how")
+
+    def unpack(self) -> None:
+        """Forget what was prepared, before parameters are moved or replaced."""
+        raise TypeError(f"{type(self).__name__} says that it can be packed, but not how")
+
+
+class RMSNorm(Packable):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32.
+
+    Computed as x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight), the fewest operations: decoding repeats it.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         """Create a norm of `size` channels with weight 1."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.per_root_size = size**-0.5
-        self.root_eps = torch.tensor(eps**0.5, device="cpu")  # a 0-dim CPU tensor mixes with every device
+        self.root_size = math.sqrt(size)
+        self.floor = torch.tensor(math.sqrt(size * eps), device="cpu")  # a 0-dim CPU tensor mixes with every device
+        self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
-        x = x.float()
-        return x / self.root_mean_square(x) * self.weight
+        return self.unit(x.float()) * self.scaled_weight()
 
-    def root_mean_square(self, x: Tensor) -> Tensor:
-        """sqrt(mean(x^2) + eps), [..., size] float32 -> [..., 1], in the fewest operations: decoding repeats it."""
-        return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True) * self.per_root_size, self.root_eps)
+    def unit(self, x: Tensor) -> Tensor:
+        """[..., size] float32 -> the normed x less its factor `scaled_weight`."""
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+
+    def scaled_weight(self) -> Tensor:
+        """sqrt(size) * weight, [size]."""
+        if self.packed is None or torch.is_grad_enabled():
+            return self.weight * self.root_size
+        return self.packed
+
+    def pack(self) -> None:
+        """Keep the scaled weight."""
+        self.packed = self.weight.detach() * self.root_size
+
+    def unpack(self) -> None:
+        """Forget it."""
+        self.packed = None
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -133,7 +166,7 @@ def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linea
     if not blocks:
         return h
     values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
-    query = norm.weight * proj.weight[0]  # [D]
+    query = norm.scaled_weight() * proj.weight[0]  # [D]
     with without_autocast(h.device):
-        scores = (values @ query).unsqueeze(-1) / norm.root_mean_square(values)  # [B,T,N,1]
-        return (torch.softmax(scores, dim=-2).transpose(-1, -2) @ values).squeeze(-2)
+        scores = norm.unit(values) @ query  # [B,T,N]
+        return (torch.softmax(scores, dim=-1).unsqueeze(-2) @ values).squeeze(-2)
