@@ -32,21 +32,19 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **variables}
 
 
-def run(*words: str | Path, stdin: bytes = b"", folder: Path | None = None, **variables: str) -> Ran:
+def run(*words: str | bytes | Path, stdin: bytes = b"", folder: Path | None = None, **variables: str) -> Ran:
     """Run with pipes for all three streams; bytes that are not UTF-8 fail the test."""
-    command = [*PROGRAM, *map(str, words)]
+    command = [*PROGRAM, *words]
     done = subprocess.run(
         command, input=stdin, capture_output=True, cwd=folder, env=environment(**variables), timeout=TIMEOUT_S
     )
     return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def run_on_terminal(
-    *words: str | Path, columns: int = 80, pipe_stdout: bool = False, folder: Path | None = None, **variables: str
-) -> Ran:
-    """Run with stdin and stderr on one pseudo-terminal, stdout on another or on a pipe; line ends become \\n."""
+def run_on_terminal(*words: str | Path, columns: int = 80, folder: Path | None = None, **variables: str) -> Ran:
+    """Run with stdin and stderr on one pseudo-terminal and stdout on another; line ends become \\n."""
     err, err_end = _terminal(columns)
-    out, out_end = os.pipe() if pipe_stdout else _terminal(columns)
+    out, out_end = _terminal(columns)
     process = subprocess.Popen(
         [*PROGRAM, *map(str, words)],
         stdin=err_end,

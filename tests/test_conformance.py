@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 import pytest
 import reference_data
 import torch
-from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from reference_data import assert_within, operator
 from torch import Tensor, nn
 
 from kimik3_cli.engine.cache import KdaState
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.generation import generate_tokens, next_token_logits
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
@@ -17,7 +17,7 @@ from kimik3_cli.engine.kda.gates import log_decay
 from kimik3_cli.engine.kda.recurrent import kda_recurrent
 from kimik3_cli.engine.model.decoder import DecoderLayer, KimiK3
 from kimik3_cli.engine.model.ffn import LatentMoe, Router
-from kimik3_cli.engine.model.kda import KdaAttention, ShortConv
+from kimik3_cli.engine.model.kda import KdaAttention, short_conv
 from kimik3_cli.engine.model.mla import MlaAttention
 from kimik3_cli.engine.model.parts import RMSNorm, SituGlu, linear, mix_residuals
 
@@ -105,11 +105,11 @@ def test_situ_glu() -> None:
 
 def test_shortconv() -> None:
     data = operator("shortconv")
-    conv = with_weights(ShortConv(64, 4), data)
-    out, tail = conv(data["in"])
+    taps = data["weight"].squeeze(1).T
+    out, tail = short_conv(data["in"], taps)
     assert_within(out, data["out"], OPERATOR)
     assert_within(tail.transpose(1, 2), data["state_after"], OPERATOR)
-    assert_within(conv(data["in_next"], tail)[0], data["out_next"], OPERATOR)
+    assert_within(short_conv(data["in_next"], taps, tail)[0], data["out_next"], OPERATOR)
 
 
 def test_kda_decay() -> None:
@@ -134,9 +134,11 @@ def test_kda_layer8() -> None:
     data = operator("kda_layer8")
     layer = with_weights(KdaAttention(CONFIG), data)
     assert_within(layer(data["in"]), data["out"], OPERATOR)
-    state = KdaState(memory=torch.zeros(1, 4, 16, 16), tail=torch.zeros(1, 3, 3 * 64))
-    assert_within(layer(data["in"], state), data["out"], OPERATOR)
-    assert_within(state.memory, data["state_out"], OPERATOR)
+    for pieces in ([8], [1] * 8, [3, 1, 4]):
+        state = KdaState(memory=torch.zeros(1, 4, 16, 16), tail=torch.zeros(1, 3, 3 * 64))
+        outputs = [layer(part, state) for part in data["in"].split(pieces, dim=1)]
+        assert_within(torch.cat(outputs, dim=1), data["out"], OPERATOR)
+        assert_within(state.memory, data["state_out"], OPERATOR)
 
 
 def test_router() -> None:

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 
-def smoothed(values: list[float], weight: float = 0.9) -> list[float]:
+def smoothed(values: list[float], weight: float = 0.7) -> list[float]:
     """Exponential moving average without the bias towards its start."""
     average, total, result = 0.0, 0.0, []
     for value in values:

@@ -1,5 +1,6 @@
 """The commands: values of options -> request -> engine -> sink. Imports that cost time stay inside."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,20 @@ def schema(output: Output, values: Values) -> int:
 def _with_stdin(kind: Any, values: Values) -> Any:
     """Build the request; `--prompt -` becomes the text of standard input once all else is known to be right."""
     given = {"checkpoint": str(BUNDLED_CHECKPOINT), **values}
+    if "prompt" in given:
+        given["prompt"] = _as_utf8(given["prompt"])
     request = kind.build(**given)
     if request.prompt != STDIN_PROMPT:
         return request
     return kind.build(**{**given, "prompt": _read_stdin()})
+
+
+def _as_utf8(word: str) -> str:
+    """Return a word of the command line read as UTF-8, in whatever encoding the locale has read it."""
+    try:
+        return os.fsencode(word).decode()
+    except UnicodeError:
+        return word
 
 
 def _read_stdin() -> str:

@@ -38,17 +38,18 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(path: Path, deep: bool) -> str:
     """Read the file in every way; anything but a result or a one-line refusal fails the test."""
-    started = time.perf_counter()
+    started = time.process_time()
+    message = str(path)
     try:
         inspect_checkpoint(path, tensors=True, deep=deep).to_json()
         load_checkpoint_model(path)
         outcome = "read"
     except CheckpointError as error:
-        assert str(error).isprintable()
-        assert str(path) in str(error)
-        assert "weights_only" not in str(error)
-        outcome = "refused"
-    assert time.perf_counter() - started < LONGEST_S
+        message, outcome = str(error), "refused"
+    assert time.process_time() - started < LONGEST_S
+    assert message.isprintable()
+    assert str(path) in message
+    assert "weights_only" not in message
     return outcome
 
 
@@ -110,8 +111,8 @@ def test_file_that_only_torch_finds_damaged(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     mk(path)
     content = bytearray(path.read_bytes())
-    content[content.rindex(b"PK\x05\x06") + 4] = 1
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # "encrypted", in the directory
     path.write_bytes(content)
     inspect_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"cannot be mapped by torch \(PytorchStreamReader .*multidisk"):
+    with pytest.raises(CheckpointError, match=r"cannot be mapped by torch \(PytorchStreamReader .*encryption"):
         load_checkpoint_model(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import ids, mk
 from comparison import assert_close, assert_matches_oracle, load, relative_difference
-from oracle import oracle_logits
+from oracle import DEFAULTS, LINEAR_DEFAULTS, oracle_logits
 
 from kimik3_cli.engine.generation import next_token_logits
 
@@ -124,37 +124,18 @@ def test_keys_outside_the_graph(changes: dict[str, Any], tmp_path: Path) -> None
     assert_close(next_token_logits(load(tmp_path / "changed.pt"), PROMPT), expected)
 
 
+# Without experts the router would have nothing to default.
 OPTIONAL = {
-    "q_lora_rank": None,
-    "mla_use_output_gate": True,
-    "hidden_act": "situ",
-    "activation_situ_beta": 4.0,
-    "activation_situ_linear_beta": 25.0,
-    "attn_res_block_size": 12,
-    "num_shared_experts": 0,
-    "first_k_dense_replace": 0,
-    "moe_layer_freq": 1,
-    "moe_router_activation_func": "sigmoid",
-    "moe_renormalize": True,
-    "routed_scaling_factor": 1.0,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "routed_expert_hidden_size": None,
-    "latent_moe_use_norm": True,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "kda_chunk_size": 64,
-    "kda_backend": "chunkwise",
+    key: value
+    for key, value in DEFAULTS.items()
+    if key not in ("num_experts", "num_experts_per_token", "moe_intermediate_size")
 }
-OPTIONAL_LINEAR = {"short_conv_kernel_size": 4, "use_full_rank_gate": True, "gate_lower_bound": -5.0}
 
 
-@pytest.mark.parametrize("key", [*OPTIONAL, *OPTIONAL_LINEAR])
+@pytest.mark.parametrize("key", [*OPTIONAL, *LINEAR_DEFAULTS])
 def test_a_key_left_out_has_its_default(key: str, tmp_path: Path) -> None:
     """Leaving a key out gives, bit for bit, the model that has the default written out."""
-    written = mk(tmp_path / "written.pt", OPTIONAL, lin=OPTIONAL_LINEAR)
+    written = mk(tmp_path / "written.pt", OPTIONAL, lin=LINEAR_DEFAULTS)
     expected = next_token_logits(load(tmp_path / "written.pt"), PROMPT)
     config = written["model_config"]
     (config if key in OPTIONAL else config["linear_attn_config"]).pop(key)

@@ -40,7 +40,9 @@ def random_model(name: str, device: torch.device | str = "cpu", backend: Any = "
     with torch.no_grad():
         for name_, parameter in model.named_parameters():
             _fill(name_, parameter, bounded, generator)
-    return model.requires_grad_(False).eval().to(device)
+    model = model.requires_grad_(False).eval().to(device)
+    model.pack()
+    return model
 
 
 def _fill(name: str, parameter: torch.Tensor, bounded: bool, generator: torch.Generator) -> None:

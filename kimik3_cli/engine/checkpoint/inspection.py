@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from kimik3_cli.engine.checkpoint.archive import printable_path
+from kimik3_cli.engine.checkpoint.archive import Record, printable_path
 from kimik3_cli.engine.checkpoint.contents import (
     FORMAT_VERSION,
     WEIGHT_DTYPES,
@@ -17,7 +17,7 @@ from kimik3_cli.engine.checkpoint.contents import (
     tie_problem,
 )
 from kimik3_cli.engine.checkpoint.stored import StorageRef, TensorRef, children, kind_of, printable, shown_key
-from kimik3_cli.engine.checkpoint.tensors import HEAD, count_parameters, shape_fits
+from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD, count_parameters, shape_fits
 from kimik3_cli.results import DtypeUse, InspectResult, MemoryNeeds, Problem, TensorInfo, TrainerEntry
 
 FLOAT32_BYTES = 4
@@ -45,7 +45,10 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tensors: bool = False, d
     optional: dict[str, Any] = {"tensors": _tensor_infos(contents)} if tensors else {}
     problems = list(contents.problems)
     if deep:
-        problems += [*_checksum_problems(contents), *_value_problems(contents)]
+        damaged = [
+            record for record in contents.archive.checked_records if not contents.archive.checksum_matches(record)
+        ]
+        problems += [*_checksum_problems(contents, damaged), *_value_problems(contents, damaged)]
         optional["records_verified"] = len(contents.archive.checked_records)
     return InspectResult(
         path=printable_path(path),
@@ -147,28 +150,27 @@ def _total_bytes(value: object, entered: set[int]) -> int:
     return total
 
 
-def _checksum_problems(contents: Contents) -> Iterator[Problem]:
-    """Read every record of the file and yield those whose checksum differs, with the tensors that lie in them."""
-    archive = contents.archive
+def _checksum_problems(contents: Contents, damaged: list[Record]) -> Iterator[Problem]:
+    """Name each damaged record with the tensors that lie in it."""
     users: dict[str, list[str]] = {}
     for name, ref in contents.tensors.items():
-        users.setdefault(archive.record_of(ref.storage).name, []).append(name)
-    for record in archive.checked_records:
-        if not archive.checksum_matches(record):
-            inside = [printable(name) for name in users.get(record.name, [])]
-            more = f" and {len(inside) - NAMED_USERS} more" if len(inside) > NAMED_USERS else ""
-            holding = f" ({', '.join(inside[:NAMED_USERS])}{more})" if inside else ""
-            message = f"{printable(record.name)}{holding} differs from its checksum; the file is damaged, copy it again"
-            yield Problem(kind="checksum", name=printable(record.name), message=message)
+        users.setdefault(contents.archive.record_of(ref.storage).name, []).append(name)
+    for record in damaged:
+        inside = [printable(name) for name in users.get(record.name, [])]
+        more = f" and {len(inside) - NAMED_USERS} more" if len(inside) > NAMED_USERS else ""
+        holding = f" ({', '.join(inside[:NAMED_USERS])}{more})" if inside else ""
+        message = f"{printable(record.name)}{holding} differs from its checksum; the file is damaged, copy it again"
+        yield Problem(kind="checksum", name=printable(record.name), message=message)
 
 
-def _value_problems(contents: Contents) -> Iterator[Problem]:
-    """Read the model's tensors one at a time and yield non-finite values, and a tied head that differs."""
+def _value_problems(contents: Contents, damaged: list[Record]) -> Iterator[Problem]:
+    """Read the model's undamaged tensors one at a time and yield non-finite values, and a tied head that differs."""
     from kimik3_cli.engine.checkpoint.reading import count_non_finite, equal_values
 
-    archive, tensors = contents.archive, contents.tensors
+    archive = contents.archive
+    sound = {name: ref for name, ref in contents.tensors.items() if archive.record_of(ref.storage) not in damaged}
     for name, spec in contents.specs.items():
-        ref = tensors.get(name)
+        ref = sound.get(name)
         if ref is None or not shape_fits(name, spec.shape, ref.shape) or ref.dtype not in WEIGHT_DTYPES:
             continue
         count = count_non_finite(archive, real_values(spec, ref))
@@ -177,5 +179,9 @@ def _value_problems(contents: Contents) -> Iterator[Problem]:
                 f"{name} has {count} NaN or infinite values of {prod(spec.shape)}; the model cannot answer with it"
             )
             yield Problem(kind="non_finite", name=name, message=message)
-    if contents.undecided_tie and not equal_values(archive, *contents.undecided_tie):
+    if (
+        contents.undecided_tie
+        and {EMBEDDING, HEAD} <= set(sound)
+        and not equal_values(archive, *contents.undecided_tie)
+    ):
         yield tie_problem()

@@ -5,6 +5,7 @@ not stop the reading: it becomes a refused `Instance`, so that each can be named
 """
 
 import pickletools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,8 @@ def unpickle(data: bytes) -> tuple[Any, dict[str, StorageRef], list[str]]:
     """
     machine = _Machine()
     try:
-        value = machine.run(data)
+        with warnings.catch_warnings(action="ignore"):  # from decoding opcodes that are refused in the next moment
+            value = machine.run(data)
     except (TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return value, machine.storages, machine.refused
