@@ -4,6 +4,9 @@ Letters: B batch, H heads, K head size (keys and values alike), c convolution ke
 R width of the shared key slice.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +61,9 @@ class DecodeCache:
                 tail=torch.zeros(batch, tail_length, 3 * heads * size, device=device),
             )
 
+        self.step: Callable[[Tensor, DecodeCache], Tensor] | None = (
+            None  # the one-token pass, prepared when first needed
+        )
         self.states = [new_state(layer) for layer in range(config.num_hidden_layers)]
         self.max_length = max_length
         self.length = 0

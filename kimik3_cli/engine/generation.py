@@ -13,6 +13,7 @@ from kimik3_cli.engine.cache import DecodeCache
 from kimik3_cli.engine.device import inference_autocast
 from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length
 from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.engine.model.step import DecodeStep
 from kimik3_cli.engine.sampling import select_token
 from kimik3_cli.errors import NonFiniteError
 from kimik3_cli.requests import check_sampling
@@ -80,9 +81,14 @@ def advance(model: KimiK3, new_ids: Sequence[int], cache: DecodeCache, *, precis
         NonFiniteError: a logit is NaN or infinite.
     """
     with torch.inference_mode(), inference_autocast(model.device, precision):
-        for segment in torch.split(torch.tensor([new_ids], device=model.device), PREFILL_SEGMENT, dim=1):
-            hidden = model.hidden(segment, cache)  # [1,T,D]
-        logits: Tensor = model.lm_head(hidden[0, -1]).float()  # [V]
+        ids = torch.tensor(new_ids, device=model.device)  # [T]
+        if len(new_ids) == 1:
+            cache.step = cache.step or DecodeStep(model)
+            hidden = cache.step(ids, cache)  # [1,D]
+        else:
+            for segment in torch.split(ids.unsqueeze(0), PREFILL_SEGMENT, dim=1):
+                hidden = model.hidden(segment, cache)[0]  # [T,D]
+        logits: Tensor = model.lm_head(hidden[-1]).float()  # [V]
     return _finite(logits, cache.length)
 
 

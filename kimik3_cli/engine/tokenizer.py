@@ -110,13 +110,13 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False) -> Tokeniz
     from transformers import AutoTokenizer
 
     is_folder = Path(source.name).is_dir()
-    offline = is_folder or local_files_only or not _hub_answers()
+    offline = "" if is_folder else _why_offline(local_files_only)
     try:
         backend = AutoTokenizer.from_pretrained(
             source.name,
             use_fast=True,
             revision=source.revision or "main",
-            local_files_only=offline,
+            local_files_only=is_folder or bool(offline),
             trust_remote_code=False,
         )
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
@@ -125,8 +125,7 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False) -> Tokeniz
                 f"cannot be read ({_reason(error)}); its tokenizer.json or tokenizer_config.json is damaged or missing"
             )
         elif offline:
-            why = "--local-files-only is given" if local_files_only else "the hub cannot be reached"
-            found = f"is not in the local cache, and {why}"
+            found = f"is not in the local cache, and {offline}"
         else:
             found = f"cannot be loaded ({_reason(error)})"
         raise TokenizerError(f"{_described(source)} {found}; {REMEDY}") from error
@@ -154,19 +153,24 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _hub_answers() -> bool:
-    """Look whether the hub can be reached, because its client retries a refused connection for most of a minute."""
+def _why_offline(local_files_only: bool) -> str:
+    """Say why the hub is not to be asked, if so.
+
+    A quick look at the network comes first, because the hub's client retries a refused connection for most of a minute.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    if constants.is_offline_mode():
-        return False
+    if local_files_only:
+        return "--local-files-only is given"
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     hub = urlsplit(constants.ENDPOINT)
     first_hop = urlsplit(getproxies().get(hub.scheme, constants.ENDPOINT))
     port = first_hop.port or (443 if first_hop.scheme == "https" else 80)
     try:
         socket.create_connection((first_hop.hostname or "", port), CONNECT_TIMEOUT_S).close()
     except OSError:
-        return False
-    return True
+        return f"{hub.hostname} cannot be reached"
+    return ""

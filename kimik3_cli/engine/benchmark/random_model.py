@@ -40,9 +40,7 @@ def random_model(name: str, device: torch.device | str = "cpu", backend: Any = "
     with torch.no_grad():
         for name_, parameter in model.named_parameters():
             _fill(name_, parameter, bounded, generator)
-    model = model.requires_grad_(False).eval().to(device)
-    model.pack()
-    return model
+    return model.requires_grad_(False).eval().to(device)
 
 
 def _fill(name: str, parameter: torch.Tensor, bounded: bool, generator: torch.Generator) -> None:

@@ -1,43 +1,56 @@
-"""One token of a KDA layer, from raw projections to the gated output: what decoding repeats, in few operations.
+"""One token of a KDA layer between its projections: what decoding repeats, in few operations and in place.
 
 Letters: B batch, H heads, K head size (keys and values alike), c convolution kernel.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
-from kimik3_cli.engine.kda.recurrent import kda_step
+
+
+class KdaConstants(NamedTuple):
+    """What a layer applies to every token; all float32."""
+
+    taps: Tensor  # [c,3*H*K], the newest input's last
+    a_log: Tensor  # [H]
+    lower_bound: float | None  # see `log_decay`
+    out_weight: Tensor  # [K], sqrt(K) * the weight of the output's RMSNorm
+    out_floor: Tensor  # [], K * sqrt(eps) of that norm
 
 
 def kda_decode(
-    qkv: Tensor,
-    z: Tensor,
-    beta: Tensor,
-    taps: Tensor,
-    a_log: Tensor,
-    lower_bound: float | None,
-    tail: Tensor,
-    memory: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Advance convolutions and delta rule by one token; all float32.
+    qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, constants: KdaConstants, tail: Tensor, memory: Tensor
+) -> Tensor:
+    """Convolutions, gates, delta rule and gated norm of one token; `tail` and `memory` are advanced in place.
+
+    The recurrence is that of `kda_step`.
 
     Args:
-        qkv: [B,1,3*H*K], the projections before the convolution.
+        qkv: [B,3*H*K], the projections before the convolution.
         z: [B,H,K], dt_bias already added.
-        beta: [B,H].
-        taps: [c,3*H*K], the convolution's weights, the newest input's last.
-        a_log: [H].
-        lower_bound: see `log_decay`.
+        beta: [B,H], before the sigmoid.
+        gate: [B,H,K], before the sigmoid.
         tail: [B,c-1,3*H*K], the inputs before.
         memory: [B,H,K,K].
 
     Returns:
-        output [B,H,K], the new tail and the new memory.
+        [B,H,K].
     """
-    window = torch.cat([tail, qkv], dim=1)  # [B,c,3*H*K]
-    mixed = F.silu((window * taps).sum(1)).view(len(z), 3, *z.shape[1:])  # [B,3,H,K]
+    batch, heads, size = z.shape
+    window = torch.cat([tail, qkv.unsqueeze(1)], dim=1)  # [B,c,3*H*K]
+    tail.copy_(window[:, 1:])
+    mixed = F.silu((window * constants.taps).sum(1)).view(batch, 3, heads, size)
     q, k = l2_normalise(mixed[:, :2]).unbind(1)  # [B,H,K]
-    o, memory = kda_step(q * z.shape[-1] ** -0.5, k, mixed[:, 2], log_decay(z, a_log, lower_bound), beta, memory)
-    return o, window[:, 1:], memory
+    decay = log_decay(z, constants.a_log, constants.lower_bound).exp_()
+    state = memory.view(batch * heads, size, size).mul_(decay.view(-1, size, 1))
+    key = k.reshape(-1, 1, size)  # [B*H,1,K]
+    error = (mixed[:, 2].reshape(-1, 1, size) - torch.bmm(key, state)) * torch.sigmoid(beta).view(-1, 1, 1)
+    state.baddbmm_(key.transpose(1, 2), error)
+    o = torch.bmm(q.reshape(-1, 1, size), state).view(batch, heads, size)
+    # RMSNorm of o K^-0.5: the factor only acts through eps
+    unit = o / torch.hypot(torch.linalg.vector_norm(o, dim=-1, keepdim=True), constants.out_floor)
+    return unit * constants.out_weight * torch.sigmoid(gate)

@@ -3,9 +3,6 @@
 Letters: B batch, T time, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any, Self
-
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +11,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.ffn import DenseFfn, LatentMoe
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.mla import MlaAttention
-from kimik3_cli.engine.model.parts import Packable, RMSNorm, linear, mix_residuals
+from kimik3_cli.engine.model.parts import RMSNorm, linear, mix_residuals
 
 
 class DecoderLayer(nn.Module):
@@ -81,32 +78,6 @@ class KimiK3(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.embed_tokens.weight.device
-
-    def pack(self) -> None:
-        """Prepare for inference: projections of one input become views of one matrix; names and values stay.
-
-        Copies about a fifth of the weights once. Moving or replacing weights undoes it.
-        """
-        for part in self._packable():
-            part.pack()
-
-    def unpack(self) -> None:
-        """Undo `pack`."""
-        for part in self._packable():
-            part.unpack()
-
-    def _packable(self) -> list[Packable]:
-        return [part for part in self.modules() if isinstance(part, Packable)]
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self.unpack()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the weights as every module does."""
-        self.unpack()
-        return super().load_state_dict(*args, **kwargs)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits after every position: [B,T] int64 -> [B,T,V]."""

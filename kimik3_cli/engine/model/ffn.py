@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear, linear_fp32, make_activation
+from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
 
 RENORMALISE_EPS = 1e-20
 
 
-class DenseFfn(Packable):
+class DenseFfn(nn.Module):
     """down_proj(act(gate_proj x, up_proj x))."""
 
     def __init__(self, config: KimiK3Config, width: int) -> None:
@@ -21,21 +21,11 @@ class DenseFfn(Packable):
         self.gate_proj, self.up_proj = linear(config.hidden_size, width), linear(config.hidden_size, width)
         self.down_proj = linear(width, config.hidden_size)
         self.activation = make_activation(config)
-        self.projected = JointProjection(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,D] -> [B,T,D]."""
-        gate, up = self.projected(x).chunk(2, dim=-1)  # [B,T,width]
-        y: Tensor = self.down_proj(self.activation(gate, up))
+        y: Tensor = self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
         return y
-
-    def pack(self) -> None:
-        """Join what is applied together."""
-        self.projected.pack()
-
-    def unpack(self) -> None:
-        """Part it again."""
-        self.projected.unpack()
 
 
 class Expert(nn.Module):
@@ -114,8 +104,7 @@ class LatentMoe(nn.Module):
         """[B,T,D] -> [B,T,D]."""
         tokens = x.flatten(0, -2)  # [N,D]
         experts, weights = self.gate(tokens)
-        mixture = self._one_token if len(tokens) == 1 else self._many_tokens
-        routed = mixture(self.routed_expert_down_proj(tokens) if self.has_latent else tokens, experts, weights)
+        routed = self.mixture(self.routed_expert_down_proj(tokens) if self.has_latent else tokens, experts, weights)
         if self.has_norm:
             routed = self.routed_expert_norm(routed)
         if self.has_latent:
@@ -125,14 +114,7 @@ class LatentMoe(nn.Module):
             y = y + self.shared_experts(x)
         return y
 
-    def _one_token(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """What `_many_tokens` computes for N = 1, without sorting: decoding spends its time here."""
-        total = torch.zeros_like(latent, dtype=torch.float32)
-        for expert, weight in zip(experts[0].tolist(), weights[0].tolist(), strict=True):
-            total.add_(self.experts[expert](latent), alpha=weight)
-        return total
-
-    def _many_tokens(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def mixture(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: latent [N,L], experts and weights [N,k] -> [N,L] float32.
 
         Rows are sorted by expert, so that each chosen expert is one matrix product and the others cost nothing.

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from kimik3_cli.engine.cache import KdaState
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
-from kimik3_cli.engine.kda.decode import kda_decode
 from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
-from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear, linear_fp32, without_autocast
+from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
 
 
 class ShortConv(nn.Module):
@@ -45,7 +44,7 @@ def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Ten
     return F.silu(total), padded[:, time:]
 
 
-class KdaAttention(Packable):
+class KdaAttention(nn.Module):
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692), both gate forms and both output-gate forms."""
 
     def __init__(self, config: KimiK3Config) -> None:
@@ -68,24 +67,17 @@ class KdaAttention(Packable):
         else:
             self.g_a_proj, self.g_b_proj = linear(hidden, self.head_dim), linear(self.head_dim, width)
         self.full_rank_gate = linear_attn.use_full_rank_gate
-        gate_proj = self.g_proj if self.full_rank_gate else self.g_a_proj
-        self.projected = JointProjection(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, gate_proj)
-        self.widths = [3 * width, self.head_dim, gate_proj.out_features]
-        self.packed_taps: Tensor | None = None
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = linear(width, hidden)
 
     def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and advanced by T tokens."""
-        qkv, f, gate = torch.split(self.projected(x), self.widths, dim=-1)
-        z = self._heads(self.f_b_proj(f).float() + self.dt_bias)  # [B,T,H,K]
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).float()  # [B,T,3*H*K]
+        z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)  # [B,T,H,K]
         beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
-        gate = self._heads(gate if self.full_rank_gate else self.g_b_proj(gate))  # [B,T,H,K]
+        gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))  # [B,T,H,K]
         with without_autocast(x.device):
-            if state is not None and x.shape[1] == 1:
-                o = self._one_token(qkv.float(), z, beta, state)  # [B,T,H,K] float32
-            else:
-                o = self._many_tokens(qkv.float(), z, beta, state)
+            o = self._delta_rule(qkv, z, beta, state)  # [B,T,H,K] float32
         y: Tensor = self.o_proj((self.o_norm(o) * torch.sigmoid(gate.float())).flatten(-2))
         return y
 
@@ -93,14 +85,8 @@ class KdaAttention(Packable):
         """[B,T,H*K] -> [B,T,H,K]."""
         return x.view(*x.shape[:-1], self.heads, self.head_dim)
 
-    def _one_token(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState) -> Tensor:
-        o, state.tail, state.memory = kda_decode(
-            qkv, z[:, 0], beta[:, 0], self._taps(), self.A_log, self.gate_lower_bound, state.tail, state.memory
-        )
-        return o.unsqueeze(1)
-
-    def _many_tokens(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
-        mixed, tail = short_conv(qkv, self._taps(), None if state is None else state.tail)
+    def _delta_rule(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
+        mixed, tail = short_conv(qkv, self.taps(), None if state is None else state.tail)
         q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))  # [B,T,H,K]
         q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)
         g = log_decay(z, self.A_log, self.gate_lower_bound)
@@ -110,19 +96,7 @@ class KdaAttention(Packable):
             state.tail, state.memory = tail, memory
         return o
 
-    def _taps(self) -> Tensor:
-        """The three convolutions as one, [c,3*H*K]."""
-        if self.packed_taps is not None and not torch.is_grad_enabled():
-            return self.packed_taps
+    def taps(self) -> Tensor:
+        """Weights of the three convolutions side by side, [c,3*H*K] float32, the newest input's last."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         return torch.cat([conv.weight.float() for conv in convs]).squeeze(1).t()
-
-    def pack(self) -> None:
-        """Join what is applied together."""
-        self.projected.pack()
-        self.packed_taps = self._taps().detach().contiguous()
-
-    def unpack(self) -> None:
-        """Part it again."""
-        self.projected.unpack()
-        self.packed_taps = None

@@ -6,16 +6,16 @@ V value size, C latent width.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kimik3_cli.engine.cache import MlaState
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.model.parts import JointProjection, Packable, RMSNorm, linear
+from kimik3_cli.engine.model.parts import RMSNorm, linear
 
 LATENT_EPS = 1e-6
 
 
-class MlaAttention(Packable):
+class MlaAttention(nn.Module):
     """NoPE MLA (Kimi Linear, arXiv 2510.26692; output gate: Kimi K3, arXiv 2607.24653): nothing is ever rotated."""
 
     def __init__(self, config: KimiK3Config) -> None:
@@ -40,33 +40,19 @@ class MlaAttention(Packable):
         self.gated = config.mla_use_output_gate
         if self.gated:
             self.g_proj = linear(hidden, self.heads * self.value_dim)
-        query_proj = self.q_a_proj if self.low_rank_query else self.q_proj
-        joined = [query_proj, self.kv_a_proj_with_mqa, *([self.g_proj] if self.gated else [])]
-        self.projected = JointProjection(*joined)
-        self.widths = [projection.out_features for projection in joined]
 
     def forward(self, x: Tensor, state: MlaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and extended by T tokens."""
-        q, compressed, *gate = torch.split(self.projected(x), self.widths, dim=-1)
-        if self.low_rank_query:
-            q = self.q_b_proj(self.q_a_layernorm(q))
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_query else self.q_proj(x)
         q = self._heads(q)  # [B,H,T,N+R]
-        latent, shared_key = compressed[..., : self.latent_dim], compressed[..., self.latent_dim :]
+        latent, shared_key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
         latent = torch.cat([self.kv_a_layernorm(latent), shared_key.float()], dim=-1)  # [B,T,C+R]
         attended = self._expanded(q, latent) if state is None else self._absorbed(q, state.append(latent))  # [B,H,T,V]
         o = attended.transpose(1, 2).flatten(-2)  # [B,T,H*V]
         if self.gated:
-            o = o * torch.sigmoid(gate[0].float())
+            o = o * torch.sigmoid(self.g_proj(x).float())
         y: Tensor = self.o_proj(o)
         return y
-
-    def pack(self) -> None:
-        """Join what is applied together."""
-        self.projected.pack()
-
-    def unpack(self) -> None:
-        """Part it again."""
-        self.projected.unpack()
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B,T,H*X] -> [B,H,T,X]."""

@@ -3,7 +3,6 @@
 Letters: B batch, T time, D hidden size, N sources of a residual mix.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,91 +15,28 @@ from kimik3_cli.engine.config import KimiK3Config
 Activation = Callable[[Tensor, Tensor], Tensor]
 
 
-class Packable(nn.Module):
-    """A module that can prepare for inference by combining weights once, see `KimiK3.pack`.
-
-    What it prepares is used only while gradients are off, so that training never meets it.
-    """
-
-    def pack(self) -> None:
-        """Prepare; every parameter keeps its name and value."""
-        raise TypeError(f"{type(self).__name__} says that it can be packed, but not how")
-
-    def unpack(self) -> None:
-        """Forget what was prepared, before parameters are moved or replaced."""
-        raise TypeError(f"{type(self).__name__} says that it can be packed, but not how")
-
-
-class RMSNorm(Packable):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32.
-
-    Computed as x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight), the fewest operations: decoding repeats it.
-    """
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         """Create a norm of `size` channels with weight 1."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.root_size = math.sqrt(size)
-        self.floor = torch.tensor(math.sqrt(size * eps), device="cpu")  # a 0-dim CPU tensor mixes with every device
-        self.packed: Tensor | None = None
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
-        return self.unit(x.float()) * self.scaled_weight()
+        return unit_rms(x.float(), self.eps) * self.weight
 
-    def unit(self, x: Tensor) -> Tensor:
-        """[..., size] float32 -> the normed x less its factor `scaled_weight`."""
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
 
-    def scaled_weight(self) -> Tensor:
-        """sqrt(size) * weight, [size]."""
-        if self.packed is None or torch.is_grad_enabled():
-            return self.weight * self.root_size
-        return self.packed
-
-    def pack(self) -> None:
-        """Keep the scaled weight."""
-        self.packed = self.weight.detach() * self.root_size
-
-    def unpack(self) -> None:
-        """Forget it."""
-        self.packed = None
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) over the last axis, [..., X] float32 -> the same."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """Return a projection without bias, as everywhere in this architecture."""
     return nn.Linear(inputs, outputs, bias=False)
-
-
-class JointProjection:
-    """Several projections of one input. Packed, they are one matrix product; their weights become views of its matrix.
-
-    Not a module: the projections stay registered where they are, under the checkpoint's names.
-    """
-
-    def __init__(self, *projections: nn.Linear) -> None:
-        """Join projections that are applied to the same input."""
-        self.projections = projections
-        self.packed: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., sum of out], in the order of the projections."""
-        if self.packed is None or torch.is_grad_enabled():
-            return torch.cat([projection(x) for projection in self.projections], dim=-1)
-        return F.linear(x, self.packed)
-
-    def pack(self) -> None:
-        """Copy the weights into one matrix and let each projection's weight be its rows of it."""
-        packed = torch.cat([projection.weight.detach() for projection in self.projections])  # [sum of out,in]
-        rows = torch.split(packed, [projection.out_features for projection in self.projections])
-        for projection, weight in zip(self.projections, rows, strict=True):
-            projection.weight = nn.Parameter(weight, requires_grad=projection.weight.requires_grad)
-        self.packed = packed
-
-    def unpack(self) -> None:
-        """Forget the joint matrix, before weights are moved or replaced."""
-        self.packed = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -166,7 +102,7 @@ def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linea
     if not blocks:
         return h
     values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
-    query = norm.scaled_weight() * proj.weight[0]  # [D]
+    query = norm.weight * proj.weight[0]  # [D]
     with without_autocast(h.device):
-        scores = norm.unit(values) @ query  # [B,T,N]
+        scores = unit_rms(values, norm.eps) @ query  # [B,T,N]
         return (torch.softmax(scores, dim=-1).unsqueeze(-2) @ values).squeeze(-2)
