@@ -103,7 +103,8 @@ Text = Annotated[str, BeforeValidator(_text)]
 class Request(BaseModel):
     """Base of all requests: frozen, closed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # defer_build: a command pays at start for its own request, not for all
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @classmethod
     def build(cls, **values: Any) -> Self:

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class Result(BaseModel):
     """Base of all results: frozen, closed, dumped as JSON with exactly the fields that were set."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # defer_build: a command pays at start for the models that it uses, not for all
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def to_json(self) -> str:
         """Return the canonical output: indent 2, characters unescaped, only the fields that were set.

@@ -8,7 +8,7 @@ import torch
 from reference_data import assert_within, operator
 from torch import Tensor, nn
 
-from kimik3_cli.engine.cache import KdaState
+from kimik3_cli.engine.cache import KdaState, MlaState
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.generation import generate_tokens, next_token_logits
@@ -160,7 +160,11 @@ def test_mla() -> None:
     data = operator("mla")
     layer = with_weights(MlaAttention(CONFIG), data)
     assert_within(layer(data["in"]), data["out"], OPERATOR)
-    assert_within(layer.compress(data["in"]), torch.cat([data["kv_latent"], data["k_rope"]], dim=-1), OPERATOR)
+    for pieces in ([6], [1] * 6, [3, 1, 2]):
+        state = MlaState(latent=torch.zeros(1, 6, 32 + 8))
+        outputs = [layer(part, state) for part in data["in"].split(pieces, dim=1)]
+        assert_within(torch.cat(outputs, dim=1), data["out"], OPERATOR)
+        assert_within(state.latent, torch.cat([data["kv_latent"], data["k_rope"]], dim=-1), OPERATOR)
 
 
 def test_moe() -> None:

@@ -106,6 +106,13 @@ def test_tokens_are_quoted() -> None:
     assert "token" not in drawn(logits_view(scored([-0.1]))).splitlines()[0]
 
 
+def test_the_logits_beyond_the_table_are_pointed_to() -> None:
+    shown = scored([-0.1])
+    assert "--json prints all logits" in drawn(logits_view(shown.model_copy(update={"logits": [0.5]})))
+    assert "all logits written to x.npy" in drawn(logits_view(shown.model_copy(update={"output": "x.npy"})))
+    assert "all logits" not in drawn(logits_view(shown))
+
+
 def test_all_probability_lost_is_no_crash() -> None:
     assert "0.0%" in drawn(logits_view(scored([-1e9])))
 

@@ -76,7 +76,7 @@ def test_an_unreachable_hub_is_one_quick_clear_error(monkeypatch: pytest.MonkeyP
         load_tokenizer(Source("nobody/nothing", None, "--tokenizer"))
     assert time.monotonic() - start < 10
     assert str(refused.value).startswith(
-        "tokenizer 'nobody/nothing' (from --tokenizer) is not in the local cache, and the hub cannot be reached; give"
+        "tokenizer 'nobody/nothing' (from --tokenizer) is not in the local cache, and 127.0.0.1 cannot be reached; give"
     )
 
 
@@ -84,6 +84,13 @@ def test_local_files_only_never_asks_the_network(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("the network was asked"))
     with pytest.raises(TokenizerError, match="is not in the local cache, and --local-files-only is given; give --tok"):
         load_tokenizer(Source("nobody/nothing", None, "--tokenizer"), local_files_only=True)
+
+
+def test_offline_mode_never_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("the network was asked"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TokenizerError, match="is not in the local cache, and HF_HUB_OFFLINE is set; give --tokenizer"):
+        load_tokenizer(Source("nobody/nothing", None, "--tokenizer"))
 
 
 def without(folder: Path, key: str) -> str:

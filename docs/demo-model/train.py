@@ -23,11 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
-from training_kda import kda_for_training
 
 from kimik3_cli.engine import KimiK3, KimiK3Config
 from kimik3_cli.engine.checkpoint.save import save_checkpoint
-from kimik3_cli.engine.model import decoder, kda
 
 CONFIG = {
     "vocab_size": 2048,
@@ -283,7 +281,7 @@ def average(tensors: list[Tensor]) -> None:
 
 
 def train_step(model: KimiK3, batch: Tensor, optimizers: list[torch.optim.Optimizer], scale: float) -> float:
-    """One step at `scale` times the peak learning rates; returns the loss in nats per token."""
+    """One step at `scale` times the peak learning rates; returns the loss in nats per token, nan for a skipped step."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(batch[:, :-1])
     loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -294,7 +292,10 @@ def train_step(model: KimiK3, batch: Tensor, optimizers: list[torch.optim.Optimi
             parameter.grad = torch.zeros_like(parameter)
     loss = loss.detach()
     average([loss, *(parameter.grad for parameter in trained)])
-    nn.utils.clip_grad_norm_(trained, 1.0)
+    if not torch.isfinite(nn.utils.clip_grad_norm_(trained, 1.0)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return math.nan  # one bad batch must not end the run
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = scale * group["peak_lr"]
@@ -359,8 +360,6 @@ def main() -> None:
     rank = distributed.get_rank()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)  # the same weights in every process
-    kda.kda_chunkwise = kda_for_training
-    decoder.mix_residuals = torch.compile(decoder.mix_residuals, dynamic=True)
     model = KimiK3(KimiK3Config.from_dict(CONFIG))
     initialise(model)
     if rank == 0:

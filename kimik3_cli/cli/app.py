@@ -92,10 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon_stdout()
         return STDOUT_CLOSED
     except Exception as error:
-        if switches.debug:
-            traceback.print_exc()
         kind, message, code = _described(error)
-        output.error(kind, message)
+        output.error(kind, message, traceback.format_exc() if switches.debug else "")
         return code
 
 

@@ -121,9 +121,7 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False) -> Tokeniz
         )
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
         if is_folder:
-            found = (
-                f"cannot be read ({_reason(error)}); its tokenizer.json or tokenizer_config.json is damaged or missing"
-            )
+            found = f"cannot be read ({_reason(error)}); {' or '.join(FILES)} is damaged or missing"
         elif offline:
             found = f"is not in the local cache, and {offline}"
         else:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -57,8 +56,7 @@ def logits_view(result: LogitsResult) -> RenderableType:
         table.add_row(str(token.token_id), *text, f"{token.logit:.3f}", _percent(probability), Bar(share, "cyan"))
     prompt = _count(len(result.prompt_token_ids), "prompt token")
     facts = f"after {prompt}{SEPARATOR}{_where(result.checkpoint, result.device, result.precision)}"
-    saved = [Text(f"all logits written to {printable(result.output)}", "dim")] if result.output else []
-    return Group(table, "", *saved, Text(facts, "dim"))
+    return Group(table, "", *_rest(result), Text(facts, "dim"))
 
 
 def inspect_view(result: InspectResult) -> RenderableType:
@@ -72,6 +70,14 @@ def inspect_view(result: InspectResult) -> RenderableType:
             branch.add(Text(fact))
     tree.add(_problems(result))
     return Group(tree, "", _tensor_table(result.tensors)) if result.tensors else tree
+
+
+def _rest(result: LogitsResult) -> Iterable[Text]:
+    """Where the logits are that the table does not show."""
+    if result.output:
+        yield Text(f"all logits written to {_safe(result.output)}", "dim")
+    if result.logits:
+        yield Text("--json prints all logits, --output writes them to a file", "dim")
 
 
 class Bar:
@@ -193,7 +199,7 @@ def _tensor_table(tensors: Sequence[TensorInfo]) -> RenderableType:
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         table.add_row(Text(_safe(tensor.name)), shape, Text(_safe(tensor.dtype)), f"{tensor.bytes:,}")
-    return Padding(table, (0, 0))
+    return table
 
 
 def _probability(token: TopToken) -> float:

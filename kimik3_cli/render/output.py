@@ -71,20 +71,21 @@ class Output:
     def warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """Show a library's warning as one line; takes the place of warnings.showwarning."""
         if not self.quiet:
-            _write_stderr(f"kimik3: warning: {one_line(str(message))}")
+            _write_stderr(f"kimik3: warning: {one_line(str(message))}\n")
 
-    def error(self, kind: str, message: str) -> None:
-        """Report a failure as the last line of stderr."""
+    def error(self, kind: str, message: str, trace: str = "") -> None:
+        """Report a failure as the last line of stderr, after its traceback if there is one to show."""
         message = one_line(message)
+        _write_stderr(trace)
         if self.as_json:
-            _write_stderr(json.dumps({"error": {"kind": kind, "message": message}}))
+            _write_stderr(json.dumps({"error": {"kind": kind, "message": message}}) + "\n")
         elif self.rich_stderr:
             from rich.text import Text
 
             line = Text.assemble(("kimik3: error: ", "bold red"), message)
             _console(stderr=True).print(line, soft_wrap=True)
         else:
-            _write_stderr(f"kimik3: error: {message}")
+            _write_stderr(f"kimik3: error: {message}\n")
 
     def _show(self, picture: "RenderableType") -> None:
         console = _console(stderr=False)
@@ -172,9 +173,10 @@ def _console(*, stderr: bool) -> "Console":
     return Console(stderr=stderr, color_system=colors, highlight=False, markup=False, emoji=False)
 
 
-def _write_stderr(line: str) -> None:
+def _write_stderr(text: str) -> None:
+    """Write text to stderr, whether or not anybody is there to read it."""
     if sys.stderr is None:
         return
     with suppress(OSError):
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(text)
         sys.stderr.flush()

@@ -15,7 +15,7 @@ from kimik3_cli.engine.checkpoint.inspection import inspect_checkpoint
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.errors import CheckpointError
 
-FLIPS = 300
+FLIPS = 150
 LONGEST_S = 5.0
 
 

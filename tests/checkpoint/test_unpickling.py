@@ -169,6 +169,8 @@ HOSTILE = {
     "nothing": b"",
     "no stop": PROTO + DICT,
     "empty stack": PROTO + b".",
+    "tuple of what is not there": PROTO + b"K\x01\x86.",
+    "another persistent object": PROTO + STORAGE.replace(b"storage", b"storagE") + b".",
     "huge string": PROTO + b"X\xff\xff\xff\xff",
     "huge memo number": PROTO + DICT + b"r\xff\xff\xff\xff" + b"j\xfe\xff\xff\xff.",
     "mark that is missing": PROTO + b"t.",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import mk
 from commandline import Ran
 from tokenizers_for_tests import ALL_BYTES, save_byte_tokenizer
@@ -13,6 +14,12 @@ from tokenizers_for_tests import ALL_BYTES, save_byte_tokenizer
 from kimik3_cli.cli.app import main
 
 Call = Callable[..., Ran]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Models this small are slower with several threads, and very slow where other work competes for the cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

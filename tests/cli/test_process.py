@@ -111,7 +111,7 @@ def test_a_closed_stderr_changes_nothing(mini: Path) -> None:
     script = '"$@" 2>&-'
     command = ["bash", "-c", script, "bash", *PROGRAM, "inspect-checkpoint"]
     assert answer(Ran(*_done([*command, str(mini)])))
-    assert _done([*command, "missing.pt"]) == (3, "", "")
+    assert _done([*command, "missing.pt", "--debug"]) == (3, "", "")
 
 
 def _done(command: list[str]) -> tuple[int, str, str]:

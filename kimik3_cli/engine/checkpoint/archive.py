@@ -84,8 +84,15 @@ class Archive:
         """Return the record that holds a storage."""
         return self.records[f"{self.root}/data/{storage.key}"]
 
-    def checksum_matches(self, record: Record) -> bool:
-        """Read one record in blocks and compare its CRC-32 with the directory's; a record that ends early differs."""
+    def damaged_records(self) -> list[Record]:
+        """Read the whole file and return the records that differ from their CRC-32.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        return [record for record in self.checked_records if not self._is_intact(record)]
+
+    def _is_intact(self, record: Record) -> bool:
         crc = 0
         try:
             with _opened(self.path) as file:

@@ -45,9 +45,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tensors: bool = False, d
     optional: dict[str, Any] = {"tensors": _tensor_infos(contents)} if tensors else {}
     problems = list(contents.problems)
     if deep:
-        damaged = [
-            record for record in contents.archive.checked_records if not contents.archive.checksum_matches(record)
-        ]
+        damaged = contents.archive.damaged_records()
         problems += [*_checksum_problems(contents, damaged), *_value_problems(contents, damaged)]
         optional["records_verified"] = len(contents.archive.checked_records)
     return InspectResult(
