@@ -213,3 +213,39 @@ class InspectRequest(Request):
     path: FilePath
     tensors: bool = False
     deep: bool = False
+
+
+def _lengths(value: object) -> object:
+    """Read '128,512' as [128, 512]."""
+    if not isinstance(value, str):
+        return value
+    fields = [field.strip() for field in value.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", field) for field in fields):
+        raise ValueError("give comma-separated lengths, 1 or more, such as 128,512")
+    return [int(field) for field in fields]
+
+
+class BenchRequest(Request):
+    """`kimik3 bench`."""
+
+    checkpoint: FilePath
+    random: str | None = None
+    device: Device = "auto"
+    backend: Backend | None = None
+    precision: Precision = "fp32"
+    prompt_tokens: Annotated[list[WholeNumber], BeforeValidator(_lengths)] | None = None
+    new_tokens: WholeNumber = 64
+    repeats: WholeNumber = 5
+    threads: WholeNumber | None = None
+    no_cache: bool = False
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        for flag, value in (
+            ("--new-tokens", self.new_tokens),
+            ("--repeats", self.repeats),
+            ("--threads", self.threads),
+        ):
+            if value is not None and value < 1:
+                raise RequestError(f"{flag} is {value}; give 1 or more")
+        return self

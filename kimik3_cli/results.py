@@ -216,9 +216,10 @@ class BenchRun(Result):
 class BenchResult(Result):
     """Answer of `kimik3 bench`."""
 
-    checkpoint: CheckpointInfo | None = Field(description="null for a random model")
+    checkpoint: str | None = Field(description="path; null for a random model")
     random: str | None = Field(description="the named size; null for a checkpoint")
     device: str
+    backend: str
     precision: str
     threads: int
     cache: bool

@@ -11,6 +11,7 @@ import typer
 from kimik3_cli import __version__
 from kimik3_cli.cli import commands
 from kimik3_cli.cli.options import (
+    BENCH,
     INSPECT,
     LOGITS,
     MODEL,
@@ -76,6 +77,7 @@ _add(
     "--token-ids 7,13,29 --output logits.npy",
 )
 _add("inspect-checkpoint", commands.inspect_checkpoint, INSPECT, "model.pt", "model.pt --deep --tensors --json")
+_add("bench", commands.bench, BENCH, "--prompt-tokens 128,512", "--random m-k3 --threads 2 --json")
 _add("schema", commands.schema, SCHEMA, "generate", "inspect > inspect.json")
 
 

@@ -69,6 +69,24 @@ def inspect_checkpoint(output: Output, values: Values) -> int:
     return CHECKPOINT_HAS_PROBLEMS if result.problems else 0
 
 
+def bench(output: Output, values: Values) -> int:
+    """Measure load, prefill and decoding speed of a model here."""
+    from kimik3_cli.engine.benchmark.service import run_bench
+    from kimik3_cli.requests import BenchRequest
+
+    request = BenchRequest.build(**{"checkpoint": str(BUNDLED_CHECKPOINT), **values})
+    with output.working("measuring the machine") as update:
+        result = run_bench(request, update)
+
+    def view() -> Any:
+        from kimik3_cli.render.bench import bench_view
+
+        return bench_view(result)
+
+    output.emit(result, view)
+    return 0
+
+
 def schema(output: Output, values: Values) -> int:
     """Print the JSON schema of a command's result."""
     import json
@@ -79,6 +97,7 @@ def schema(output: Output, values: Values) -> int:
         "generate": results.GenerateResult,
         "logits": results.LogitsResult,
         "inspect": results.InspectResult,
+        "bench": results.BenchResult,
     }
     name = values["name"]
     if name not in models:

@@ -85,6 +85,18 @@ INSPECT = (
     _switch("Output", "tensors", "List every tensor."),
     _switch("Output", "deep", "Read all data: checksums, non-finite values."),
 )
+BENCH = (
+    _option("Model", "checkpoint", "PATH", _CHECKPOINT_HELP, envvar=CHECKPOINT_VARIABLE, show_envvar=False),
+    _option("Model", "random", "SIZE", "Instead: a random s-k3, s-klin, m-k3, m-klin, l-k3, l-klin."),
+    _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
+    _option("Model", "backend", "NAME", "chunkwise or fused; else fused where it can run."),
+    _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
+    _option("Measurement", "prompt_tokens", "LENGTHS", "Such as 128,512; else those of 128,512,2048 that fit."),
+    _option("Measurement", "new_tokens", "N", "Tokens to decode after each prompt.", "64"),
+    _option("Measurement", "repeats", "N", "Rounds after one warm-up.", "5"),
+    _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
+    _switch("Measurement", "no_cache", "Recompute the prefix for every token."),
+)
 SCHEMA = (_argument("name", "generate, logits or inspect."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
@@ -136,7 +148,7 @@ def take_switches(words: Sequence[str]) -> tuple[Switches, list[str]]:
 
 
 def _flags_with_values() -> frozenset[str]:
-    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS)
+    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS, *BENCH)
     return frozenset("--" + option.name.replace("_", "-") for option in options if option.default is not False)
 
 

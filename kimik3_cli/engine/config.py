@@ -1,6 +1,8 @@
 """KimiK3Config: the architecture of a checkpoint, strict, with the released K3 field names."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -49,6 +51,7 @@ FIXED_VALUES: dict[str, tuple[object, ...]] = {
 MLA_KEYS = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOE_KEYS = ("num_experts_per_token", "moe_intermediate_size")
 FLOAT32_BYTES = 4
+SHOWN_LAYERS = 20
 
 
 def _whole_number(value: object) -> object:
@@ -130,6 +133,9 @@ class KimiK3Config(_Strict):
         """
         if not isinstance(raw, dict):
             raise ConfigError(f"model_config is a {type(raw).__name__}; it must be a dictionary of architecture keys")
+        strange = [key for key in raw if not isinstance(key, str)]
+        if strange:
+            raise ConfigError(f"model_config has the key {strange[0]!r}; keys are strings")
         problems = _fixed_value_problems(raw)
         known = {key: value for key, value in raw.items() if key not in IGNORED_KEYS and key not in FIXED_VALUES}
         known.pop("num_key_value_heads", None)
@@ -188,18 +194,18 @@ class KimiK3Config(_Strict):
 
     def _layer_list_problems(self) -> list[str]:
         linear, layers = self.linear_attn_config, self.num_hidden_layers
-        listed = sorted(linear.kda_layers + linear.full_attn_layers)
-        twice = sorted({n for n in listed if listed.count(n) > 1})
-        missing = sorted(set(range(1, layers + 1)) - set(listed))
-        beyond = [n for n in listed if n > layers]
+        listed = Counter(linear.kda_layers + linear.full_attn_layers)
+        twice = sorted(layer for layer, count in listed.items() if count > 1)
+        missing = list(islice((layer for layer in range(1, layers + 1) if layer not in listed), SHOWN_LAYERS))
+        beyond = sorted(layer for layer in listed if layer > layers)
         name = "linear_attn_config.kda_layers and .full_attn_layers"
         problems = []
         if twice:
-            problems.append(f"{name} list layers {twice} more than once; list each layer once")
+            problems.append(f"{name} list layers {twice[:SHOWN_LAYERS]} more than once; list each layer once")
         if missing:
             problems.append(f"{name} leave out layers {missing}; together they must list 1 to {layers}")
         if beyond:
-            problems.append(f"{name} list layers {beyond}, but num_hidden_layers is {layers}")
+            problems.append(f"{name} list layers {beyond[:SHOWN_LAYERS]}, but num_hidden_layers is {layers}")
         return problems
 
     def _attention_problems(self) -> list[str]:

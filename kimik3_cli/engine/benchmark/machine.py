@@ -1,6 +1,8 @@
 """What this machine can do at best: memory bandwidth and matrix rate, measured once at the same thread count."""
 
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -41,3 +43,10 @@ def matrix_rate(device: torch.device) -> float:
     """Float32 operations a second (a multiply-add counts 2) of a square matrix product of 2048."""
     a = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
     return 2 * MATRIX_SIZE**3 / median_seconds(lambda: a @ a, device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory so far: what a CUDA device has allocated; on the CPU, what was resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

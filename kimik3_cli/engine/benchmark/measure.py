@@ -1,14 +1,11 @@
 """Measure loading, prefill and decoding of one model, and set each beside the floor that the machine allows."""
 
-import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable
 
 import torch
 
-from kimik3_cli.engine.benchmark.machine import matrix_rate, read_bandwidth, synchronise
+from kimik3_cli.engine.benchmark.machine import matrix_rate, peak_memory_bytes, read_bandwidth, synchronise
 from kimik3_cli.engine.cache import DecodeCache
 from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
@@ -16,17 +13,10 @@ from kimik3_cli.engine.generation import advance, next_token_logits
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.results import BenchRun, MachineRates, Spread
 
-Progress = Callable[[str], None]
-
 
 def machine_rates(device: torch.device) -> MachineRates:
     """Measure the two rates that bound every model on this device at the current thread count."""
     return MachineRates(read_bytes_per_second=read_bandwidth(device), matrix_flops_per_second=matrix_rate(device))
-
-
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process so far (getrusage counts KiB on Linux, bytes on macOS)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def decode_floor_seconds(config: KimiK3Config, context: int, weight_bytes: int, rates: MachineRates) -> float:
@@ -42,7 +32,7 @@ def prefill_floor_seconds(config: KimiK3Config, tokens: int, rates: MachineRates
     return 2 * active * tokens / rates.matrix_flops_per_second
 
 
-def bench_lengths(
+def bench_length(
     model: KimiK3,
     prompt_tokens: int,
     new_tokens: int,
@@ -70,7 +60,7 @@ def bench_lengths(
         prefill_fraction_of_floor=prefill_floor_seconds(model.config, prompt_tokens, rates) / prefill_seconds,
         decode_ms_per_token=_spread([decode * 1e3 for _, decode in rounds]),
         decode_fraction_of_floor=decode_floor_seconds(model.config, context, weight_bytes, rates) / decode_seconds,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_memory_bytes(model.device),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
@@ -13,13 +13,21 @@ from kimik3_cli.errors import RequestError
 SEED = 0
 
 
-def named_configs() -> dict[str, KimiK3Config]:
-    """Return the named sizes: s, m, l in two flavours, k3 and klin (the Kimi Linear subset)."""
+def named_config(name: str) -> KimiK3Config:
+    """Return the configuration of a named size: s, m or l in two flavours, k3 and klin (the Kimi Linear subset).
+
+    Raises:
+        RequestError: (a ValueError) no such size.
+    """
     table = json.loads(Path(__file__).with_name("sizes.json").read_text(encoding="utf-8"))
-    return {name: KimiK3Config.from_dict(config) for name, config in table.items()}
+    if name not in table:
+        raise RequestError(f"--random is {name!r}; give one of {', '.join(table)}")
+    return KimiK3Config.from_dict(table[name])
 
 
-def random_model(name: str, device: torch.device | str = "cpu", backend: Any = "chunkwise") -> KimiK3:
+def random_model(
+    name: str, device: torch.device | str = "cpu", backend: Literal["chunkwise", "fused"] = "chunkwise"
+) -> KimiK3:
     """Make the random float32 model of a named size, in eval mode.
 
     Linear weights are normal(0, in^-0.5), norms 1 +- 0.1, exp(A_log) uniform in 1..2 (softplus gates: 1..16), dt_bias
@@ -28,18 +36,16 @@ def random_model(name: str, device: torch.device | str = "cpu", backend: Any = "
     Raises:
         RequestError: (a ValueError) no such size.
     """
-    configs = named_configs()
-    if name not in configs:
-        raise RequestError(f"--random is {name!r}; give one of {', '.join(configs)}")
+    config = named_config(name).with_backend(backend)
     with torch.device("meta"):
-        model = KimiK3(configs[name].with_backend(backend))
+        model = KimiK3(config)
     model = model.to_empty(device="cpu")
     model.tie_head()
     bounded = model.config.linear_attn_config.gate_lower_bound is not None
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
-        for name_, parameter in model.named_parameters():
-            _fill(name_, parameter, bounded, generator)
+        for parameter_name, parameter in model.named_parameters():
+            _fill(parameter_name, parameter, bounded, generator)
     return model.requires_grad_(False).eval().to(device)
 
 

@@ -1,0 +1,110 @@
+"""One benchmark request in, one result out."""
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from kimik3_cli.engine.benchmark.machine import peak_memory_bytes
+from kimik3_cli.engine.benchmark.measure import bench_length, machine_rates
+from kimik3_cli.engine.benchmark.random_model import named_config, random_model
+from kimik3_cli.engine.checkpoint.contents import read_contents
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
+from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
+from kimik3_cli.engine.config import KimiK3Config
+from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+from kimik3_cli.engine.limits import check_generation
+from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.requests import BenchRequest
+from kimik3_cli.results import BenchResult, LoadFigures
+
+Update = Callable[[str], None]
+DEFAULT_LENGTHS = (128, 512, 2048)
+
+
+def run_bench(request: BenchRequest, update: Update = lambda text: None) -> BenchResult:
+    """Measure this machine, then loading, prefill and decoding of one model on it.
+
+    Args:
+        request: what to measure.
+        update: is told in a few words what is going on.
+
+    Raises:
+        RequestError, DeviceError, CheckpointError: before anything is measured, but for damaged weights.
+        NonFiniteError: the model's logits are not finite.
+    """
+    device = resolve_device(request.device)
+    check_precision(device, request.precision)
+    backend = resolve_backend(request.backend, device)
+    config = _config(request).with_backend(backend)
+    lengths = _lengths(request, config)
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    update("measuring the machine")
+    rates = machine_rates(device)
+    update("loading the model")
+    model, load = _model(request, device, backend)
+    runs = []
+    for length in lengths:
+        update(f"running {length} prompt tokens")
+        runs.append(
+            bench_length(
+                model,
+                length,
+                request.new_tokens,
+                request.repeats,
+                rates,
+                use_cache=not request.no_cache,
+                precision=request.precision,
+            )
+        )
+    return BenchResult(
+        checkpoint=None if request.random else str(request.checkpoint),
+        random=request.random,
+        device=str(device),
+        backend=backend,
+        precision=request.precision,
+        threads=torch.get_num_threads(),
+        cache=not request.no_cache,
+        repeats=request.repeats,
+        parameters=count_parameters(config, tensor_specs(config)),
+        machine=rates,
+        load=load,
+        runs=runs,
+    )
+
+
+def _config(request: BenchRequest) -> KimiK3Config:
+    return named_config(request.random) if request.random else read_contents(request.checkpoint).config
+
+
+def _lengths(request: BenchRequest, config: KimiK3Config) -> list[int]:
+    """Prompt lengths to run: those asked for, which must fit, else those of the default that fit."""
+
+    def check(length: int) -> None:
+        prompt = [0] * length
+        check_generation(config, prompt, request.new_tokens, use_cache=not request.no_cache)
+
+    if request.prompt_tokens is not None:
+        for length in request.prompt_tokens:
+            check(length)
+        return request.prompt_tokens
+    fitting = [length for length in DEFAULT_LENGTHS if length + request.new_tokens <= config.max_seq_len]
+    if not fitting:
+        check(DEFAULT_LENGTHS[0])
+    return fitting
+
+
+def _model(
+    request: BenchRequest, device: torch.device, backend: Literal["chunkwise", "fused"]
+) -> tuple[KimiK3, LoadFigures | None]:
+    if request.random:
+        return random_model(request.random, device, backend), None
+    before = peak_memory_bytes(device)
+    start = time.perf_counter()
+    model, _ = load_checkpoint_model(request.checkpoint, device, backend, precision=request.precision)
+    seconds = time.perf_counter() - start
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    growth = peak_memory_bytes(device) - before
+    return model, LoadFigures(seconds=seconds, weights_bytes=weights, peak_memory_growth_bytes=growth)
