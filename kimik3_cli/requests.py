@@ -171,6 +171,7 @@ class GenerateRequest(ModelRequest):
     top_p: float = 1.0
     seed: WholeNumber = 0
     eos_id: WholeNumber | None = None
+    no_cache: bool = False
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:

@@ -21,8 +21,14 @@ class Result(BaseModel):
 
         Text that is not valid Unicode (a file name in another encoding) passes through as it is.
         """
-        plain = self.model_dump(exclude_unset=True, by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+        return json.dumps(self._plain(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def to_json_line(self) -> str:
+        """Return the same on one line without spaces, for one object a line."""
+        return json.dumps(self._plain(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+    def _plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True, by_alias=True)
 
 
 class CheckpointInfo(Result):
@@ -49,6 +55,17 @@ class GenerateResult(Result):
     finish_reason: Literal["eos", "length"]
     generated_text: str = Field(
         default="", description="text mode only: the new ids decoded with special tokens skipped"
+    )
+
+
+class StreamPiece(Result):
+    """A line of `kimik3 generate --stream`, one for each new token; the last line is a GenerateResult instead."""
+
+    token_id: int
+    text: str = Field(
+        default="",
+        description="text mode only: what this token has made certain of generated_text, empty while it ends inside a "
+        "character; all texts together are generated_text",
     )
 
 

@@ -12,6 +12,7 @@ from kimik3_cli import __version__
 from kimik3_cli.cli import commands
 from kimik3_cli.cli.options import (
     BENCH,
+    GENERATE,
     INSPECT,
     LOGITS,
     MODEL,
@@ -65,9 +66,10 @@ def _add(name: str, run: Any, options: Sequence[Parameter], *examples: str) -> N
 _add(
     "generate",
     commands.generate,
-    (*MODEL, *PROMPT, *SAMPLING),
+    (*MODEL, *PROMPT, *SAMPLING, *GENERATE),
     "--prompt 'To be, or not to be'",
     "--token-ids 7,13,29 --mode sample --seed 7",
+    "--prompt 'To be' --stream --json",
 )
 _add(
     "logits",

@@ -2,13 +2,19 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kimik3_cli
 from kimik3_cli.cli.options import Values
 from kimik3_cli.errors import RequestError
 from kimik3_cli.render.output import Output
+
+if TYPE_CHECKING:
+    from kimik3_cli.requests import GenerateRequest
+    from kimik3_cli.results import GenerateResult, StreamPiece
 
 BUNDLED_CHECKPOINT = Path(kimik3_cli.__file__).parent / "assets" / "demo.pt"
 STDIN_PROMPT = "-"
@@ -17,20 +23,41 @@ CHECKPOINT_HAS_PROBLEMS = 3
 
 def generate(output: Output, values: Values) -> int:
     """Continue a prompt, greedily or by sampling."""
-    from kimik3_cli.engine.service import run_generate
+    from kimik3_cli.engine.service import run_generate, stream_generate
     from kimik3_cli.requests import GenerateRequest
 
-    request = _with_stdin(GenerateRequest, values)
+    request = _with_stdin(GenerateRequest, {name: value for name, value in values.items() if name != "stream"})
+    if output.human or values["stream"]:
+        items = output.as_they_come("loading the model", lambda update: stream_generate(request, update))
+        _show_as_they_come(output, request, items) if output.human else _print_as_they_come(output, items)
+        return 0
     with output.working("loading the model") as update:
         result = run_generate(request, update)
-
-    def view() -> Any:
-        from kimik3_cli.render.human import generate_view
-
-        return generate_view(result, request.prompt)
-
-    output.emit(result, view)
+    output.emit_json(result.to_json())
     return 0
+
+
+def _print_as_they_come(output: Output, items: "Iterator[StreamPiece | GenerateResult]") -> None:
+    """Write one line of JSON for each piece, and the result as the last line."""
+    for item in items:
+        output.emit_json(item.to_json_line())
+
+
+def _show_as_they_come(
+    output: Output, request: "GenerateRequest", items: "Iterator[StreamPiece | GenerateResult]"
+) -> None:
+    """Write to the terminal the prompt, the text as it comes, and a line of facts."""
+    from kimik3_cli.render.human import generate_facts, piece_text, prompt_view
+    from kimik3_cli.results import StreamPiece
+
+    first = next(items)  # nothing is written before all that can be refused has been
+    with output.open_line():
+        output.show(prompt_view(request.prompt or " ".join(map(str, request.token_ids or ()))))
+        for item in chain([first], items):
+            if isinstance(item, StreamPiece):
+                output.write(piece_text(item))
+            else:
+                output.show(generate_facts(item))
 
 
 def logits(output: Output, values: Values) -> int:
@@ -95,6 +122,7 @@ def schema(output: Output, values: Values) -> int:
 
     models: dict[str, type[results.Result]] = {
         "generate": results.GenerateResult,
+        "stream": results.StreamPiece,
         "logits": results.LogitsResult,
         "inspect": results.InspectResult,
         "bench": results.BenchResult,

@@ -75,6 +75,10 @@ SAMPLING = (
     _option("Sampling", "seed", "N", "Seed of the draws.", "0"),
     _option("Sampling", "eos_id", "ID", "Token that ends text; else the tokenizer's."),
 )
+GENERATE = (
+    _switch("Model", "no_cache", "Recompute the prefix for every token."),
+    _switch("Output", "stream", "One line of JSON a token, as they come."),
+)
 LOGITS = (
     _option("Output", "top", "N", "List the N best tokens.", "10"),
     _switch("Output", "full", "Add the logits of all tokens."),
@@ -97,7 +101,7 @@ BENCH = (
     _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
     _switch("Measurement", "no_cache", "Recompute the prefix for every token."),
 )
-SCHEMA = (_argument("name", "generate, logits or inspect."),)
+SCHEMA = (_argument("name", "generate, stream, logits or inspect."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
     _switch("Output", "debug", "Show the traceback of an error."),

@@ -1,7 +1,7 @@
 """One request in, one result out. Everything is checked, cheapest first, before any weight is loaded."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length
 from kimik3_cli.requests import GenerateRequest, LogitsRequest, ModelRequest
-from kimik3_cli.results import CheckpointInfo, GenerateResult, LogitsResult, TopToken
+from kimik3_cli.results import CheckpointInfo, GenerateResult, LogitsResult, StreamPiece, TopToken
 
 if TYPE_CHECKING:
     import torch
@@ -22,43 +22,43 @@ Update = Callable[[str], None]
 
 
 def run_generate(request: GenerateRequest, update: Update = lambda text: None) -> GenerateResult:
-    """Continue the request's prompt.
+    """Continue the request's prompt: the result that `stream_generate` ends with."""
+    return next(item for item in stream_generate(request, update) if isinstance(item, GenerateResult))
+
+
+def stream_generate(
+    request: GenerateRequest, update: Update = lambda text: None
+) -> Iterator[StreamPiece | GenerateResult]:
+    """Continue the request's prompt token by token.
 
     Args:
         request: what to do.
         update: is told in a few words what is going on.
 
+    Yields:
+        A piece for each new token as soon as it is chosen, then the result. The pieces' texts add up to its text.
+
     Raises:
-        RequestError, DeviceError, CheckpointError, TokenizerError: nearly always before any weight is loaded.
+        RequestError, DeviceError, CheckpointError, TokenizerError: before the first piece, and nearly always before any
+            weight is loaded.
         NonFiniteError: the model's logits are not finite; names the step.
     """
-    from kimik3_cli.engine.generation import stream_tokens
-
     job = _prepare(request, update)
-    check_generation(job.config, job.prompt_ids, request.max_new_tokens, request.pad_id)
+    check_generation(job.config, job.prompt_ids, request.max_new_tokens, request.pad_id, not request.no_cache)
     ends = _end_ids(request, job)
     model, info = _load(request, job, update)
+    stream = job.tokenizer.stream() if job.tokenizer else None
     tokens: list[int] = []
     finish: str | None = None
-    steps = stream_tokens(
-        model,
-        job.prompt_ids,
-        max_new_tokens=request.max_new_tokens,
-        mode=request.mode,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        seed=request.seed,
-        eos_id=ends,
-        pad_id=request.pad_id,
-        precision=request.precision,
-    )
-    for token, reason in steps:
+    for token, finish in _steps(request, job, model, ends):
         tokens.append(token)
-        finish = reason
         update(f"generating, {len(tokens)} of {request.max_new_tokens} tokens")
+        if stream is None:
+            yield StreamPiece(token_id=token)
+        else:
+            yield StreamPiece(token_id=token, text=stream.push(token) + (stream.finish() if finish else ""))
     text = {"generated_text": job.tokenizer.decode(tokens)} if job.tokenizer else {}
-    return GenerateResult(
+    yield GenerateResult(
         checkpoint=info,
         device=str(job.device),
         precision=request.precision,
@@ -137,6 +137,25 @@ def _end_ids(request: GenerateRequest, job: _Job) -> list[int]:
     if given is None and job.tokenizer is not None:
         given = job.tokenizer.eos_token_id
     return sorted(eos_ids(job.config, given))
+
+
+def _steps(request: GenerateRequest, job: _Job, model: "KimiK3", ends: list[int]) -> Iterator[tuple[int, str | None]]:
+    from kimik3_cli.engine.generation import stream_tokens
+
+    return stream_tokens(
+        model,
+        job.prompt_ids,
+        max_new_tokens=request.max_new_tokens,
+        mode=request.mode,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        eos_id=ends,
+        pad_id=request.pad_id,
+        precision=request.precision,
+        use_cache=not request.no_cache,
+    )
 
 
 def _load(request: ModelRequest, job: _Job, update: Update) -> "tuple[KimiK3, CheckpointInfo]":

@@ -13,6 +13,9 @@ from kimik3_cli.errors import RequestError, TokenizerError
 FILES = ("tokenizer.json", "tokenizer_config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", flags=re.ASCII)
 CONNECT_TIMEOUT_S = 5.0
+CONTEXT = 8  # tokens that decide how the next one reads; a character has at most 4 bytes
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+REPLACEMENT = "\ufffd"
 REMEDY = "give --tokenizer NAME_OR_DIR, or --token-ids instead of --prompt"
 
 
@@ -70,11 +73,64 @@ class Tokenizer:
         """Return one token's text, special tokens by name; part of a multi-byte character decodes to U+FFFD."""
         return self._decode([token_id], skip_special_tokens=False)
 
+    def stream(self) -> "TextStream":
+        """Begin to decode ids that come one by one."""
+        return TextStream(self)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Say whether a token leaves no text, whatever is around it, as special tokens do."""
+        return not self.decode([token_id] * CONTEXT)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Say whether a token is a byte spelled out, such as <0x0A>, for characters that the vocabulary lacks."""
+        spelling: str | None = self._backend.convert_ids_to_tokens(token_id)
+        return BYTE_TOKEN.fullmatch(spelling or "") is not None
+
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class TextStream:
+    """The text of token ids that come one by one, each part as soon as no later token can change it.
+
+    All parts together are exactly what `Tokenizer.decode` makes of all ids at once, provided that how a token reads
+    depends only on whether it is the first or the last, on the CONTEXT tokens before it, and on the run of byte tokens
+    that it belongs to. This holds for byte-level, Metaspace, WordPiece, byte-fallback and suffix decoders. A token
+    costs a decode of at most 2 * CONTEXT tokens, a run of byte tokens one decode at its end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begin an empty text."""
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the latest tokens, silent ones left out
+        self._returned = 0  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token has made certain; may be empty."""
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.is_byte(token_id):  # one bad byte can make U+FFFD of its whole run
+            return ""
+        text = self._tokenizer.decode(self._window)
+        part = self._take(text.removesuffix(REPLACEMENT))  # the last one may be the beginning of a character
+        if len(self._window) >= 2 * CONTEXT:
+            pending = len(text) - self._returned
+            self._window = self._window[-CONTEXT:]
+            self._returned = len(self._tokenizer.decode(self._window)) - pending
+        return part
+
+    def finish(self) -> str:
+        """Return the text that waited for a token that never came."""
+        return self._take(self._tokenizer.decode(self._window))
+
+    def _take(self, text: str) -> str:
+        part = text[self._returned :]
+        self._returned += len(part)
+        return part
 
 
 def find_tokenizer(

@@ -44,8 +44,8 @@ def _facts(result: BenchResult) -> list[str]:
 
 def _explanation(result: BenchResult) -> str:
     return (
-        f"medians of {result.repeats} rounds (lowest to highest). The floor is what the machine's matrix rate allows in "
-        "prefill, and what reading active weights and cache once a token allows in decode; 1.00 is the best."
+        f"medians of {result.repeats} rounds (lowest to highest). The floor is what the machine's matrix rate allows "
+        "in prefill, and what reading active weights and cache once a token allows in decode: 1.00 is best."
     )
 
 

@@ -5,12 +5,22 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from kimik3_cli.render.output import printable
-from kimik3_cli.results import CheckpointInfo, GenerateResult, InspectResult, LogitsResult, TensorInfo, TopToken
+from kimik3_cli.results import (
+    CheckpointInfo,
+    GenerateResult,
+    InspectResult,
+    LogitsResult,
+    StreamPiece,
+    TensorInfo,
+    TopToken,
+)
 
 BAR_WIDTH = 40
 LISTED_ENTRIES = 20
@@ -24,18 +34,22 @@ FAMILIES = {
 }
 
 
-def generate_view(result: GenerateResult, prompt: str | None) -> RenderableType:
-    """The prompt dimmed, the continuation after it, and one line of facts."""
-    if prompt is None:
-        before = " ".join(map(str, result.prompt_token_ids)) + " "
-        after = " ".join(map(str, result.generated_token_ids))
-    else:
-        before, after = prompt, result.generated_text
+def prompt_view(prompt: str) -> RenderableType:
+    """The prompt dimmed, exactly as it is and without a newline: its continuation follows."""
+    return Segments([Segment(printable(prompt), Style(dim=True))])
+
+
+def piece_text(piece: StreamPiece) -> str:
+    """What one new token adds on the terminal: its text, or its id when there is no text."""
+    return printable(piece.text) if "text" in piece.model_fields_set else f" {piece.token_id}"
+
+
+def generate_facts(result: GenerateResult) -> RenderableType:
+    """Ends the line of the continuation and adds one line of facts."""
     end = "end of text" if result.finish_reason == "eos" else "length reached"
     count = _count(len(result.generated_token_ids), "new token")
     facts = f"{count}, {end}{SEPARATOR}{_where(result.checkpoint, result.device, result.precision)}"
-    text = Text.assemble((printable(before), "dim"), printable(after), no_wrap=True, overflow="ignore")
-    return Group(text, "", Text(facts, "dim"))
+    return Group("", "", Text(facts, "dim"))
 
 
 def logits_view(result: LogitsResult) -> RenderableType:

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from threading import Timer
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from kimik3_cli.results import Result
 
+Item = TypeVar("Item")
 Update = Callable[[str], None]
 SPINNER_DELAY_S = 0.5
 # Characters that would move the cursor, recolour the terminal or reorder its text; newline and tab are harmless.
@@ -51,13 +52,45 @@ class Output:
     def emit(self, result: "Result", view: "Callable[[], RenderableType]") -> None:
         """Write a result: its JSON, or on a terminal its picture."""
         if self.human:
-            self._show(view())
+            self.show(view())
         else:
             self.emit_json(result.to_json())
 
     def emit_json(self, text: str) -> None:
         """Write one JSON text, always UTF-8; what UTF-8 cannot hold becomes a JSON escape."""
         write_stdout((text + "\n").encode("utf-8", "backslashreplace"))
+
+    def show(self, picture: "RenderableType") -> None:
+        """Draw on the terminal, in one write."""
+        console = _console(stderr=False)
+        with console.capture() as capture:
+            console.print(picture, crop=False)
+        self.write(capture.get())
+
+    def write(self, text: str) -> None:
+        """Write text to the terminal as it is, without a newline; what its encoding cannot hold becomes an escape."""
+        write_stdout(text.encode(sys.stdout.encoding, "backslashreplace"))
+
+    @contextmanager
+    def open_line(self) -> Iterator[None]:
+        """While text comes piece by piece: if that is cut short, end the line, so that what follows starts another."""
+        is_complete = False
+        try:
+            yield
+            is_complete = True
+        finally:
+            if not is_complete:
+                self.write("\n")
+
+    def as_they_come(self, label: str, work: Callable[[Update], Iterator[Item]]) -> Iterator[Item]:
+        """Yield what the engine yields; as in `working` while it works, the spinner until the first item."""
+        with self.working(label) as update:
+            items = work(update)
+            item = next(items, None)
+        while item is not None:
+            yield item
+            with redirect_stdout(sys.stderr):
+                item = next(items, None)
 
     @contextmanager
     def working(self, label: str) -> Iterator[Update]:
@@ -86,12 +119,6 @@ class Output:
             _console(stderr=True).print(line, soft_wrap=True)
         else:
             _write_stderr(f"kimik3: error: {message}\n")
-
-    def _show(self, picture: "RenderableType") -> None:
-        console = _console(stderr=False)
-        with console.capture() as capture:
-            console.print(picture, crop=False)
-        write_stdout(capture.get().encode(sys.stdout.encoding, "backslashreplace"))
 
     @contextmanager
     def _spinner(self, label: str) -> Iterator[Update]:

@@ -114,7 +114,8 @@ def _within_chunks(q: Tensor, k: Tensor, beta_k: Tensor, g: Tensor) -> _Inside:
         q_in.view_as(k),
         beta_k_in.view_as(k),
         k_out.view_as(k),
-        decay.view(*k.shape[:2], key_dim, 1),
+        # of the sum, not the product: a constant g would round the same way at every token and the error would add up
+        g.sum(-2).exp().unsqueeze(-1),
     )
 
 
