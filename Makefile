@@ -20,6 +20,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python tests/bench_kda.py
+	$(VENV)/bin/python tests/bench_transformers.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kimik3.egg-info

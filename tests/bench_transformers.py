@@ -32,10 +32,24 @@ RENAMED = {
 
 def their_config(config: KimiK3Config) -> KimiLinearConfig:
     same = (
-        "vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads kv_lora_rank qk_nope_head_dim "
-        "qk_rope_head_dim v_head_dim q_lora_rank moe_intermediate_size routed_scaling_factor rms_norm_eps "
-        "tie_word_embeddings pad_token_id topk_group first_k_dense_replace"
-    ).split()  # noqa: SIM905
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "q_lora_rank",
+        "moe_intermediate_size",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "pad_token_id",
+        "topk_group",
+        "first_k_dense_replace",
+    )
     return KimiLinearConfig(
         **{key: getattr(config, key) for key in same},
         linear_attn_config=config.linear_attn_config.model_dump(),

@@ -4,11 +4,11 @@ import io
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
-from kimik3_cli.render.human import generate_view, inspect_view, logits_view
+from kimik3_cli.render.human import generate_facts, inspect_view, logits_view, piece_text, prompt_view
 from kimik3_cli.render.output import one_line, printable
-from kimik3_cli.results import GenerateResult, InspectResult, LogitsResult
+from kimik3_cli.results import GenerateResult, InspectResult, LogitsResult, StreamPiece
 
 CHECKPOINT = {
     "path": "last.pt",
@@ -35,8 +35,8 @@ def drawn(picture: RenderableType, width: int = 80, *, encoding: str = "utf-8") 
     return capture.get()
 
 
-def generated(**more: Any) -> GenerateResult:
-    return GenerateResult(**BASE, generated_token_ids=[5, 9], finish_reason="eos", **more)
+def generated() -> GenerateResult:
+    return GenerateResult(**BASE, generated_token_ids=[5, 9], finish_reason="eos")
 
 
 def inspected(**more: Any) -> InspectResult:
@@ -65,24 +65,25 @@ def scored(logprobs: list[float], **text: str) -> LogitsResult:
     return LogitsResult(**BASE, vocab_size=64, top=top)
 
 
-def test_generate_shows_prompt_text_and_facts() -> None:
-    lines = drawn(generate_view(generated(generated_text=" to be"), "To be, or not"), 100).splitlines()
-    assert lines[0] == "To be, or not to be"
-    assert lines[-1] == "2 new tokens, end of text  |  last.pt, 56.4K parameters, step 1,200  |  cpu, fp32"
+def test_prompt_and_facts_stand_around_the_text() -> None:
+    assert drawn(Group(prompt_view("To be, or not"), generate_facts(generated())), 100).splitlines() == [
+        "To be, or not",
+        "",
+        "2 new tokens, end of text  |  last.pt, 56.4K parameters, step 1,200  |  cpu, fp32",
+    ]
 
 
-def test_generate_shows_ids_without_a_tokenizer() -> None:
-    assert drawn(generate_view(generated(), None)).splitlines()[0] == "7 13 5 9"
+def test_a_prompt_is_shown_exactly() -> None:
+    """No line is broken, no end stripped, no tab expanded: the text goes on where the prompt ends."""
+    prompt = "word " * 100 + "\n\n\ttab \n  "
+    assert drawn(prompt_view(prompt), 40) == prompt
 
 
-def test_generated_text_is_not_broken_into_lines() -> None:
-    """The terminal wraps it, so that it can be copied as it is."""
-    text = "word " * 100 + "end"
-    assert drawn(generate_view(generated(generated_text=text), "A "), 40).splitlines()[0] == "A " + text
-
-
-def test_generated_text_keeps_its_lines() -> None:
-    assert drawn(generate_view(generated(generated_text="one\n\ttwo\n"), "0 ")).startswith("0 one\n        two\n")
+def test_pieces_show_text_or_ids() -> None:
+    assert piece_text(StreamPiece(token_id=5, text=" be\n")) == " be\n"
+    assert piece_text(StreamPiece(token_id=5, text="")) == ""
+    assert piece_text(StreamPiece(token_id=5)) == " 5"
+    assert piece_text(StreamPiece(token_id=5, text=HOSTILE)) == SHOWN
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -149,7 +150,7 @@ def test_tensors_are_a_table() -> None:
 
 def test_no_text_of_a_file_reaches_the_terminal_raw() -> None:
     pictures = [
-        drawn(generate_view(generated(generated_text=HOSTILE), HOSTILE)),
+        drawn(prompt_view(HOSTILE)),
         drawn(logits_view(scored([-0.1], text=HOSTILE))),
         drawn(
             inspect_view(
@@ -165,7 +166,7 @@ def test_no_text_of_a_file_reaches_the_terminal_raw() -> None:
             200,
         ),
     ]
-    for picture, count in zip(pictures, (2, 1, 8), strict=True):
+    for picture, count in zip(pictures, (1, 1, 8), strict=True):
         assert picture.count(SHOWN) == count
         assert not set(HOSTILE) & set("\x1b\x9b\x07\u202e") & set(picture)
 

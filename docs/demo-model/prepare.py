@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 # shares no character with another play, so nothing of it can be learned from the training text but the language.
 HELD_OUT = "twelfth_night"
 VOCABULARY = 2048
-CONTEXT = 1024
+CONTEXT = 2048
 EOS = "<|endoftext|>"
 
 # The archive's authors cut Project Gutenberg's header and footer off already. A file in which anything of the kind is

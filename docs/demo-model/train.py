@@ -1,6 +1,6 @@
 """Train the bundled Kimi K3 on the arrays that prepare.py wrote, for a fixed time on a CPU.
 
-    torchrun --standalone --nproc-per-node 2 train.py work/ work/run/ --minutes 65
+    torchrun --standalone --nproc-per-node 2 train.py work/ work/run/ --minutes 50
 
 One single-threaded process a core, each with its own part of every batch: unlike two threads in one process they meet
 once a step, not at every operation, which matters as soon as anything else runs on the machine.
@@ -344,7 +344,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path, help="the folder that prepare.py wrote")
     parser.add_argument("run", type=Path, help="folder for the log and the checkpoints")
-    parser.add_argument("--minutes", type=float, default=65.0)
+    parser.add_argument("--minutes", type=float, default=50.0)
     parser.add_argument("--tokens-per-step", type=int, default=2048, help="in each process")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
