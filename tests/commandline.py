@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -43,6 +44,27 @@ def run(*words: str | bytes | Path, stdin: bytes = b"", folder: Path | None = No
 
 def run_on_terminal(*words: str | Path, columns: int = 80, folder: Path | None = None, **variables: str) -> Ran:
     """Run with stdin and stderr on one pseudo-terminal and stdout on another; line ends become \\n."""
+    process, out, err = _start_on_terminal(*words, columns=columns, folder=folder, **variables)
+    return _ran(process, *_read_all(out, err))
+
+
+def interrupt_on_terminal(*words: str | Path, **variables: str) -> Ran:
+    """Like `run_on_terminal`, but press Ctrl-C as soon as something has been written to stdout."""
+    process, out, err = _start_on_terminal(*words, columns=80, folder=None, **variables)
+    ready, _, _ = select([out], [], [], TIMEOUT_S)
+    assert ready, "the program wrote nothing"
+    process.send_signal(signal.SIGINT)
+    return _ran(process, *_read_all(out, err))
+
+
+def _ran(process: subprocess.Popen[bytes], out: bytes, err: bytes) -> Ran:
+    return Ran(process.wait(TIMEOUT_S), *(text.decode().replace("\r\n", "\n") for text in (out, err)))
+
+
+def _start_on_terminal(
+    *words: str | Path, columns: int, folder: Path | None, **variables: str
+) -> tuple[subprocess.Popen[bytes], int, int]:
+    """Return the process and where to read its stdout and its stderr."""
     err, err_end = _terminal(columns)
     out, out_end = _terminal(columns)
     process = subprocess.Popen(
@@ -56,8 +78,7 @@ def run_on_terminal(*words: str | Path, columns: int = 80, folder: Path | None =
     )
     os.close(out_end)
     os.close(err_end)
-    written = _read_all(out, err)
-    return Ran(process.wait(TIMEOUT_S), *(text.decode().replace("\r\n", "\n") for text in written))
+    return process, out, err
 
 
 def _terminal(columns: int) -> tuple[int, int]:
