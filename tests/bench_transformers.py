@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from transformers.utils import logging
 
+from kimik3_cli.engine.allocator import keep_freed_memory
 from kimik3_cli.engine.benchmark.random_model import random_model
 from kimik3_cli.engine.cache import DecodeCache
 from kimik3_cli.engine.config import KimiK3Config
@@ -137,6 +138,7 @@ def compare(size: str) -> None:
 if __name__ == "__main__":
     logging.set_verbosity_error()
     torch.set_num_threads(THREADS)
+    keep_freed_memory()  # for both: it is a setting of the process
     with torch.inference_mode():
         for requested in sys.argv[1:] or ["s-klin", "m-klin"]:
             compare(requested)

@@ -51,7 +51,8 @@ def environment() -> dict[str, str]:
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("jq") is None:
-        command = re.sub(r"\| jq\b[^|>]*", "| python -m json.tool ", command)
+        lines = "--json-lines " if "--stream" in command else ""
+        command = re.sub(r"\| jq\b[^|>]*", f"| python -m json.tool {lines}", command)
     command = command.replace("make demo", f"make -C {ROOT} -o .venv/.ready VENV={sys.prefix} demo")
     return subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", command],

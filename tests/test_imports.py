@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "engine.config": set(),
     "engine.kda": set(),
+    "engine.allocator": set(),
     "engine.limits": {"engine.config"},
     "engine.cache": {"engine.config"},
     "engine.device": {"engine.kda"},

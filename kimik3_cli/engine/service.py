@@ -110,9 +110,11 @@ class _Job:
 
 def _prepare(request: ModelRequest, update: Update) -> _Job:
     """Resolve device, precision and backend; read the checkpoint's structure; then the tokenizer, then the prompt."""
+    from kimik3_cli.engine.allocator import keep_freed_memory
     from kimik3_cli.engine.checkpoint.contents import read_contents
     from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
 
+    keep_freed_memory()
     device = resolve_device(request.device)
     check_precision(device, request.precision)
     backend = resolve_backend(request.backend, device)

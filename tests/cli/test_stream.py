@@ -3,14 +3,19 @@
 import json
 import signal
 import subprocess
+import time
+from array import array
 from collections.abc import Callable, Iterator
+from fcntl import ioctl
 from pathlib import Path
+from termios import FIONREAD
 from typing import Any
 
 import pytest
 from checkpoints import fill, mk
 from commandline import (
     PROGRAM,
+    TIMEOUT_S,
     Ran,
     answer,
     environment,
@@ -156,6 +161,31 @@ def test_an_interrupt_leaves_whole_lines_and_no_result(silent: Path, unbuffered:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"")
     assert all(list(piece) == ["token_id"] for piece in whole_lines((read + out).decode()))
+
+
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_an_interrupt_inside_a_long_line_lets_it_end(tmp_path: Path, unbuffered: dict[str, str]) -> None:
+    """The result holds a long prompt, more than the pipe and all buffers can take."""
+    mk(tmp_path / "long.pt", cfg={"max_seq_len": 20_000})
+    prompt = ",".join(["13"] * 15_000)
+    process = start("--checkpoint", tmp_path / "long.pt", "--token-ids", prompt, "--max-new-tokens", "1", **unbuffered)
+    assert process.stdout is not None
+    wait_until_full(process.stdout.fileno())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # by then it would have given up
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+    piece, result = whole_lines(out.decode())
+    assert [piece["token_id"]] == result["generated_token_ids"]
+
+
+def wait_until_full(pipe: int) -> None:
+    waiting = array("i", [0])
+    deadline = time.monotonic() + TIMEOUT_S
+    while waiting[0] < PAGE:
+        assert time.monotonic() < deadline, "the program wrote too little"
+        time.sleep(0.05)
+        ioctl(pipe, FIONREAD, waiting)
 
 
 @pytest.mark.parametrize("more", [[], ["--no-cache"]])

@@ -85,12 +85,12 @@ def test_only_the_chosen_experts_are_computed(tmp_path: Path) -> None:
     mk(tmp_path / "two.pt", edit=exclude_all_but_two)
     model, computed = load(tmp_path / "two.pt"), set()
     for name, module in model.named_modules():
-        expert = name.rpartition(".experts.")[2]
-        if expert.isdigit():
-            module.register_forward_hook(lambda _module, inputs, _output, e=expert: computed.add((e, len(inputs[0]))))
+        product = name.rpartition(".experts.")[2]  # such as 4.w1
+        if product.endswith(("w1", "w2", "w3")):
+            module.register_forward_hook(lambda _module, inputs, _output, p=product: computed.add((p, len(inputs[0]))))
     with torch.no_grad():
         model(torch.tensor([PROMPT]))
-    assert computed == {("1", len(PROMPT)), ("4", len(PROMPT))}
+    assert computed == {(f"{expert}.{w}", len(PROMPT)) for expert in (1, 4) for w in ("w1", "w2", "w3")}
 
 
 ONE_MLA_LAYER = {"num_hidden_layers": 1, "num_experts": None, "attn_res_block_size": None}

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from kimik3_cli.engine.allocator import keep_freed_memory
 from kimik3_cli.engine.benchmark.machine import peak_memory_bytes
 from kimik3_cli.engine.benchmark.measure import bench_length, machine_rates
 from kimik3_cli.engine.benchmark.random_model import named_config, random_model
@@ -34,6 +35,7 @@ def run_bench(request: BenchRequest, update: Update = lambda text: None) -> Benc
         RequestError, DeviceError, CheckpointError: before anything is measured, but for damaged weights.
         NonFiniteError: the model's logits are not finite.
     """
+    keep_freed_memory()
     device = resolve_device(request.device)
     check_precision(device, request.precision)
     backend = resolve_backend(request.backend, device)

@@ -3,6 +3,8 @@
 Letters: B batch, T time, N = B*T tokens, D hidden size, L latent width (D without one), E experts, k chosen a token.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -29,18 +31,12 @@ class DenseFfn(nn.Module):
 
 
 class Expert(nn.Module):
-    """w2 act(w1 x, w3 x): w1 is the gate, w3 the up projection."""
+    """The weights of w2 act(w1 x, w3 x): w1 is the gate, w3 the up projection."""
 
-    def __init__(self, config: KimiK3Config, size: int, width: int) -> None:
+    def __init__(self, size: int, width: int) -> None:
         """Create the projections from and to `size` channels."""
         super().__init__()
         self.w1, self.w3, self.w2 = linear(size, width), linear(size, width), linear(width, size)
-        self.activation = make_activation(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n,L] -> [n,L]."""
-        y: Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))
-        return y
 
 
 class Router(nn.Module):
@@ -89,7 +85,8 @@ class LatentMoe(nn.Module):
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         width = config.moe_intermediate_size or 0
         self.gate = Router(config)
-        self.experts = nn.ModuleList(Expert(config, latent or hidden, width) for _ in range(config.num_experts or 0))
+        self.activation = make_activation(config)
+        self.experts = nn.ModuleList(Expert(latent or hidden, width) for _ in range(config.num_experts or 0))
         if config.num_shared_experts:
             self.shared_experts = DenseFfn(config, config.num_shared_experts * width)
         if latent is not None:
@@ -117,12 +114,18 @@ class LatentMoe(nn.Module):
     def mixture(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: latent [N,L], experts and weights [N,k] -> [N,L] float32.
 
-        Rows are sorted by expert, so that each chosen expert is one matrix product and the others cost nothing.
+        Rows are sorted by expert, so that each chosen expert is one matrix product and the others cost nothing; the
+        activation runs once over all rows.
         """
         chosen = experts.shape[-1]
         by_expert = experts.flatten().argsort(stable=True)  # [N*k], positions in the flat choice
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        inputs = torch.split(latent[by_expert // chosen], counts)
-        outputs = [self.experts[e](rows) for e, rows in enumerate(inputs) if len(rows)]
-        in_order = torch.cat(outputs).float()[by_expert.argsort()].view(*experts.shape, -1)  # [N,k,L]
+        used = [(cast(Expert, expert), count) for expert, count in zip(self.experts, counts, strict=True) if count]
+        sizes = [count for _, count in used]
+        inputs = torch.split(latent[by_expert // chosen], sizes)
+        gate = torch.cat([expert.w1(rows) for (expert, _), rows in zip(used, inputs, strict=True)])  # [N*k,I]
+        up = torch.cat([expert.w3(rows) for (expert, _), rows in zip(used, inputs, strict=True)])
+        inner = torch.split(self.activation(gate, up), sizes)
+        outputs = torch.cat([expert.w2(rows) for (expert, _), rows in zip(used, inner, strict=True)])  # [N*k,L]
+        in_order = outputs.float()[by_expert.argsort()].view(*experts.shape, -1)  # [N,k,L]
         return (in_order * weights.unsqueeze(-1)).sum(-2)

@@ -33,7 +33,7 @@ class MoeStep:
         self.router, self.mixture = layer.gate, layer.mixture
         experts = cast(list[Expert], list(layer.experts))
         self.experts = [(expert.w1.weight.t(), expert.w3.weight.t(), expert.w2.weight.t()) for expert in experts]
-        self.activation = experts[0].activation
+        self.activation = layer.activation
         self.shared = DenseStep(layer.shared_experts) if layer.has_shared else None
         self.latent = (
             (layer.routed_expert_down_proj.weight.t(), layer.routed_expert_up_proj.weight.t())
