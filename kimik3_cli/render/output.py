@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from threading import Timer
+from threading import Timer, current_thread, main_thread
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -57,8 +59,9 @@ class Output:
             self.emit_json(result.to_json())
 
     def emit_json(self, text: str) -> None:
-        """Write one JSON text, always UTF-8; what UTF-8 cannot hold becomes a JSON escape."""
-        write_stdout((text + "\n").encode("utf-8", "backslashreplace"))
+        """Write one JSON text, always UTF-8, which no Ctrl-C cuts in two; what UTF-8 cannot hold becomes an escape."""
+        with _interrupts_wait():
+            write_stdout((text + "\n").encode("utf-8", "backslashreplace"))
 
     def show(self, picture: "RenderableType") -> None:
         """Draw on the terminal, in one write."""
@@ -163,6 +166,23 @@ def write_stdout(data: bytes) -> None:
         if error.errno in _STDOUT_GONE:
             raise BrokenPipeError(error.errno, "stdout is closed") from None
         raise OSError(error.errno, error.strerror, "stdout") from None
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back while something is written that must not be cut in two."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or current_thread() is not main_thread():  # ignored, or another thread's business
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: held.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        before(*held[0])
 
 
 def abandon_stdout() -> None:
