@@ -101,7 +101,7 @@ BENCH = (
     _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
     _switch("Measurement", "no_cache", "Recompute the prefix for every token."),
 )
-SCHEMA = (_argument("name", "generate, stream, logits or inspect."),)
+SCHEMA = (_argument("name", "generate, stream, logits, inspect or bench."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
     _switch("Output", "debug", "Show the traceback of an error."),
