@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(VENV)/bin/kimik3 generate --prompt "ROMEO. " --max-new-tokens 120 --mode sample --temperature 0.8 --seed 1
+	$(VENV)/bin/kimik3 generate --prompt 'ROMEO.' --max-new-tokens 80 --mode sample --temperature 0.7 --seed 4
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest

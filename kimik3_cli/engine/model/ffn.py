@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
 
-RENORMALISE_EPS = 1e-20
+_RENORMALISE_EPS = torch.tensor(1e-20, device="cpu")
 
 
 class DenseFfn(nn.Module):
@@ -52,7 +52,7 @@ class Router(nn.Module):
         self.groups, self.topk_group = config.num_expert_group, config.topk_group
         self.softmax = config.moe_router_activation_func == "softmax"
         self.renormalise = config.moe_renormalize and self.chosen > 1
-        self.scaling_factor = config.routed_scaling_factor
+        self.scaling_factor = torch.tensor(config.routed_scaling_factor, device="cpu")  # 0-dim: mixes with every device
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N,D] -> chosen experts [N,k] int64 and their weights [N,k] float32."""
@@ -62,7 +62,7 @@ class Router(nn.Module):
         experts = biased.topk(self.chosen, dim=-1, sorted=False).indices  # [N,k]
         weights = scores.gather(-1, experts)
         if self.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
+            weights = weights / (weights.sum(-1, keepdim=True) + _RENORMALISE_EPS)
         return experts, weights * self.scaling_factor
 
     def _within_groups(self, biased: Tensor) -> Tensor:

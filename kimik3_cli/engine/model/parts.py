@@ -77,16 +77,18 @@ class SituGlu:
     """
 
     def __init__(self, beta: float | None, linear_beta: float | None) -> None:
-        """Keep the two caps."""
-        self.beta = 1.0 if beta is None else beta
-        self.linear_beta = linear_beta
+        """Keep the caps as 0-dim CPU tensors: they mix with every device, and cost less a call than Python numbers."""
+        cap = 1.0 if beta is None else beta
+        self.per_cap = torch.tensor(1 / cap, device="cpu")
+        self.per_up_cap = None if linear_beta is None else torch.tensor(1 / linear_beta, device="cpu")
+        self.caps = torch.tensor(cap * (1.0 if linear_beta is None else linear_beta), device="cpu")
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """[..., I] and [..., I] of any dtype -> [..., I] float32."""
         gate, up = gate.float(), up.float()
-        if self.linear_beta is not None:
-            up = self.linear_beta * torch.tanh(up / self.linear_beta)
-        return self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate) * up
+        if self.per_up_cap is not None:
+            up = torch.tanh(up * self.per_up_cap)
+        return torch.tanh(gate * self.per_cap) * torch.sigmoid(gate) * self.caps * up
 
 
 def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linear) -> Tensor:
