@@ -5,10 +5,10 @@ from os import PathLike
 from typing import Any
 
 import torch
-from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from oracle import OracleRun, oracle_run
 from torch import Tensor
 
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.generation import next_token_logits
 from kimik3_cli.engine.model.decoder import KimiK3
 

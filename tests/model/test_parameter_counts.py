@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from checkpoints import mk
 from hypothesis import given
-from kimik3_cli.engine.checkpoint.inspection import inspect_checkpoint
-from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from strategies import REPEATABLE, model_configs
 from tensor_list import tensor_shapes
 
+from kimik3_cli.engine.checkpoint.inspection import inspect_checkpoint
+from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
 
