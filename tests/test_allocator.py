@@ -20,9 +20,9 @@ print(faults() - before)
 """
 
 
-def test_tensors_of_megabytes_cost_no_page_faults() -> None:
+def test_tensors_of_megabytes_cost_few_page_faults() -> None:
     def count(mode: str) -> int:
         done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    assert count("kept") < 200
+    assert count("kept") < count("given back") / 3
