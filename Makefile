@@ -11,7 +11,7 @@ demo: $(READY)
 	$(VENV)/bin/kimik3 generate --prompt 'ROMEO.' --max-new-tokens 80 --mode sample --temperature 0.7 --seed 4
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -68,8 +68,7 @@ _add(
     commands.generate,
     (*MODEL, *PROMPT, *SAMPLING, *GENERATE),
     "--prompt 'To be, or not to be'",
-    "--token-ids 7,13,29 --mode sample --seed 7",
-    "--prompt 'To be' --stream --json",
+    "--token-ids 7,13,29 --mode sample --seed 7 --stream",
 )
 _add(
     "logits",

@@ -91,12 +91,12 @@ INSPECT = (
 )
 BENCH = (
     _option("Model", "checkpoint", "PATH", _CHECKPOINT_HELP, envvar=CHECKPOINT_VARIABLE, show_envvar=False),
-    _option("Model", "random", "SIZE", "Instead: a random s-k3, s-klin, m-k3, m-klin, l-k3, l-klin."),
+    _option("Model", "random", "SIZE", "Instead: random s-, m- or l-k3, or -klin."),
     _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
     _option("Model", "backend", "NAME", "chunkwise or fused; else fused where it can run."),
     _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
-    _option("Measurement", "prompt_tokens", "LENGTHS", "Such as 128,512; else those of 128,512,2048 that fit."),
-    _option("Measurement", "new_tokens", "N", "Tokens to decode after each prompt.", "64"),
+    _option("Measurement", "prompt_tokens", "LENGTHS", "Such as 128,512; else what fits."),
+    _option("Measurement", "new_tokens", "N", "Tokens to decode after each.", "64"),
     _option("Measurement", "repeats", "N", "Rounds after one warm-up.", "5"),
     _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
     _switch("Measurement", "no_cache", "Recompute the prefix for every token."),

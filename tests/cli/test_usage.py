@@ -13,9 +13,9 @@ import kimik3_cli
 from kimik3_cli.cli import options
 from kimik3_cli.engine import service
 from kimik3_cli.errors import CheckpointError, DeviceError, NonFiniteError, TokenizerError
-from kimik3_cli.requests import GenerateRequest, LogitsRequest
+from kimik3_cli.requests import BenchRequest, GenerateRequest, LogitsRequest
 
-COMMANDS = ("generate", "logits", "inspect-checkpoint", "schema")
+COMMANDS = ("generate", "logits", "inspect-checkpoint", "bench", "schema")
 IDS = ("generate", "--token-ids", "7,13")
 
 
@@ -29,7 +29,7 @@ IDS = ("generate", "--token-ids", "7,13")
         (["inspect-checkpoint"], "Missing argument 'PATH'"),
         (["inspect-checkpoint", "--json=yes", "x.pt"], "Option '--json' does not take a value"),
         (["inspect-checkpoint", ""], "PATH is ''; give the name of a file"),
-        (["schema", "everything"], "NAME is 'everything'; give generate, logits, inspect"),
+        (["schema", "everything"], "NAME is 'everything'; give generate, stream, logits, inspect, bench"),
         (["generate"], "neither of --prompt and --token-ids given; give exactly one"),
         (["logits"], "neither of --prompt and --token-ids given; give exactly one"),
         (["generate", "--prompt", "x", "--token-ids", "1"], "both of --prompt and --token-ids given"),
@@ -161,15 +161,16 @@ def test_help_panels(kimik3: Call) -> None:
 @pytest.mark.parametrize(
     ("request_type", "parameters"),
     [
-        (GenerateRequest, [*options.MODEL, *options.PROMPT, *options.SAMPLING]),
+        (GenerateRequest, [*options.MODEL, *options.PROMPT, *options.SAMPLING, *options.GENERATE]),
         (LogitsRequest, [*options.MODEL, *options.PROMPT, *options.LOGITS]),
+        (BenchRequest, [*options.BENCH]),
     ],
 )
 def test_the_defaults_that_help_shows_are_those_of_the_request(request_type: type, parameters: list) -> None:
     fields = request_type.model_fields
-    assert {parameter.name for parameter in parameters} == set(fields)
+    assert {parameter.name for parameter in parameters} - {"stream"} == set(fields)
     for parameter in parameters:
-        if parameter.name != "checkpoint":
+        if parameter.name not in ("checkpoint", "stream"):
             default = fields[parameter.name].default
             assert parameter.default == (default if default is None or default is False else str(default))
 
