@@ -32,6 +32,7 @@ def check_sampling(mode: str, temperature: float, top_k: int, top_p: float, seed
         raise RequestError(f"--mode is {mode!r}; give greedy or sample")
     if mode == "greedy":
         return
+    _check_numbers(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not (math.isfinite(temperature) and temperature > 0):
         raise RequestError(f"--temperature is {temperature}; give a finite value above 0, or --mode greedy")
     if top_k < 1:
@@ -40,6 +41,14 @@ def check_sampling(mode: str, temperature: float, top_k: int, top_p: float, seed
         raise RequestError(f"--top-p is {top_p}; give a value above 0 and at most 1")
     if not 0 <= seed < MAX_SEED:
         raise RequestError(f"--seed is {seed}; give a value from 0 to 2^63 - 1")
+
+
+def _check_numbers(**values: object) -> None:
+    for name, value in values.items():
+        kinds = (int,) if name in ("top_k", "seed") else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            kind = "an integer" if kinds == (int,) else "a number"
+            raise RequestError(f"--{name.replace('_', '-')} is {value!r}; give {kind}")
 
 
 def parse_token_ids(text: str) -> list[int]:

@@ -61,6 +61,13 @@ def _whole_number(value: object) -> object:
     return value
 
 
+def _integer(value: object) -> object:
+    """Let pydantic refuse 64.0, which equals the literal 64."""
+    if type(value) is not int:
+        raise ValueError("it must be an integer")
+    return value
+
+
 NotBool = BeforeValidator(_whole_number)
 Count = Annotated[int, NotBool, Field(ge=1)]
 Index = Annotated[int, NotBool, Field(ge=0)]
@@ -121,7 +128,7 @@ class KimiK3Config(_Strict):
     pad_token_id: Index = 0
     eos_token_id: Index | list[Index] | None = None
     max_seq_len: Count
-    kda_chunk_size: Literal[16, 32, 64, 128, 256] = 64
+    kda_chunk_size: Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_integer)] = 64
     kda_backend: Literal["chunkwise", "fused"] = "chunkwise"
 
     @classmethod
@@ -253,9 +260,9 @@ def _fixed_value_problems(raw: dict[Any, Any]) -> list[str]:
 
 
 def _sentence(error: Any) -> str:
-    key = ".".join(
-        str(part) for part in error["loc"] if not str(part).startswith(("int", "list[", "float", "function"))
-    )
+    first, *rest = (str(part) for part in error["loc"])
+    # after the keys, pydantic names the branch of a union that it tried
+    key = ".".join([first, *(part for part in rest if part.isidentifier() and part not in ("int", "float"))])
     if error["type"] == "missing":
         return f"{key} is missing; it has no default"
     if error["type"] == "extra_forbidden":

@@ -17,6 +17,8 @@ def resolve_device(name: str) -> torch.device:
         RequestError: (a ValueError) the name is none of these.
         DeviceError: (a ValueError) the CUDA device is not there.
     """
+    if not isinstance(name, str):
+        raise RequestError(f"--device is {name!r}; give auto, cpu, cuda or cuda:N")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":

@@ -27,6 +27,8 @@ def check_prompt(config: KimiK3Config, token_ids: Sequence[object], pad_id: obje
     Raises:
         RequestError: empty prompt, an invalid id, or more tokens than max_seq_len.
     """
+    if not isinstance(token_ids, list | tuple):
+        raise RequestError(f"the prompt is a {type(token_ids).__name__}; give a list of integer token ids")
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token id")
     ids = [check_token_id(config, token_id, "a prompt token id") for token_id in token_ids]

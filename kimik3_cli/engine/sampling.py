@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kimik3_cli.errors import NonFiniteError
+from kimik3_cli.errors import NonFiniteError, RequestError
 from kimik3_cli.requests import check_sampling
 
 
@@ -30,6 +30,9 @@ def select_token(
         NonFiniteError: a logit is NaN or infinite.
     """
     check_sampling(mode, temperature, top_k, top_p)
+    if not isinstance(logits, Tensor) or logits.ndim != 1 or not len(logits):
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise RequestError(f"logits are {shape}; give a tensor of one value for each token of the vocabulary")
     scores = logits.detach().to(device="cpu", dtype=torch.float32)
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError("logits are not finite (NaN or infinite); the checkpoint's weights may be damaged")

@@ -1,5 +1,6 @@
 """One request in, one result out. Everything is checked, cheapest first, before any weight is loaded."""
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -202,16 +203,19 @@ def _write(logits: "Tensor", path: Path) -> None:
     import torch
     from safetensors.torch import save
 
+    buffer = io.BytesIO()
+    if path.suffix == ".npy":
+        numpy.save(buffer, logits.numpy())
+    elif path.suffix == ".safetensors":
+        buffer.write(save({"logits": logits}))
+    else:
+        torch.save(logits, buffer)
     target = Path(os.path.realpath(path))
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
-        with unfinished.open("wb") as file:
-            if path.suffix == ".npy":
-                numpy.save(file, logits.numpy())
-            elif path.suffix == ".safetensors":
-                file.write(save({"logits": logits}))
-            else:
-                torch.save(logits, file)
+        unfinished.write_bytes(buffer.getvalue())
         unfinished.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, f"--output could not be written ({error.strerror})", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ class Tokenizer:
         Raises:
             RequestError: the text encodes to no token at all.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False, verbose=False)
         if not ids:
             raise RequestError(f"--prompt {text[:40]!r} encodes to no token; give other text or --token-ids")
         return ids

@@ -1,5 +1,6 @@
 """`kimik3 logits`: the best tokens, the whole vector, files of it."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -83,21 +84,6 @@ def test_output_writes_the_vector_instead(
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_failed_write_leaves_the_older_file(
-    kimik3: Call, mini: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    path = tmp_path / "logits.npy"
-    path.write_text("an older file")
-    monkeypatch.setattr(numpy, "save", full_disk)
-    ran = kimik3("logits", "--checkpoint", mini, "--token-ids", "7", "--output", path)
-    assert refused(ran, 1) == "No space left on device"
-    assert path.read_text() == "an older file"
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
 def test_the_filled_chunk_must_fit(kimik3: Call, tmp_path: Path) -> None:
     """One pass over the prompt fills the last chunk: 65 tokens take 128, which a context of 100 cannot hold."""
     path = tmp_path / "short.pt"
@@ -120,3 +106,19 @@ def test_the_schema_describes_what_is_printed(kimik3: Call, mini: Path) -> None:
     schema = json.loads(kimik3("schema", "logits").out)
     result = answer(kimik3("logits", "--checkpoint", mini, "--token-ids", "7", "--full"))
     assert set(schema["required"]) <= set(result) <= set(schema["properties"])
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".pt"])
+def test_a_full_disk_is_told_and_leaves_the_older_file(
+    kimik3: Call, mini: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    target = tmp_path / f"logits{suffix}"
+    target.write_text("an older file")
+    ran = kimik3("logits", "--checkpoint", mini, "--token-ids", "7", "--output", target)
+    assert refused(ran, 1) == f"--output could not be written (No space left on device): {target}"
+    assert target.read_text() == "an older file"
+    assert list(tmp_path.iterdir()) == [target]

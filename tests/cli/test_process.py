@@ -140,6 +140,26 @@ def test_an_interrupt_ends_quietly_with_130(speaking: Path, delay: float) -> Non
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
+@pytest.mark.parametrize("delay", [0.3, 0.6, 0.9, 1.2])
+def test_an_interrupt_while_torch_is_imported(speaking: Path, delay: float) -> None:
+    """Libraries swallow or wrap a KeyboardInterrupt that reaches them inside an import; the process must end anyway."""
+    words = ["generate", "--checkpoint", str(speaking), "--prompt", "é" * 20, "--max-new-tokens", "300", "--no-cache"]
+    process = subprocess.Popen(
+        [*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(delay)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_a_long_prompt_is_refused_in_one_line(speaking: Path) -> None:
+    """The tokenizer's own warning about length would be a second one."""
+    ran = run("generate", "--checkpoint", speaking, "--prompt", "-", stdin=b"word " * 5000)
+    assert "max_seq_len" in refused(ran, 2)
+
+
 def test_json_is_utf_8_in_the_c_locale(tmp_path: Path) -> None:
     path = tmp_path / "modèle 日本 🙂.pt"
     mk(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kimik3_cli.engine.checkpoint.archive import printable_path
 from kimik3_cli.engine.checkpoint.contents import FORMAT_KEYS, FORMAT_VERSION, read_contents
@@ -17,7 +17,7 @@ from kimik3_cli.errors import CheckpointError
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    model: KimiK3,
+    model: nn.Module,
     *,
     tokenizer: dict[str, str | None] | None = None,
     **trainer_state: Any,
@@ -29,7 +29,7 @@ def save_checkpoint(
 
     Args:
         path: the file; an existing one is replaced.
-        model: on any device; its configuration is stored with it.
+        model: a KimiK3, or one wrapped for data parallelism or compiled; its configuration is stored with it.
         tokenizer: `name_or_path`, and `revision` or None.
         trainer_state: step, optimizer state and so on: tensors, plain containers, numbers, strings and None.
 
@@ -37,14 +37,17 @@ def save_checkpoint(
         CheckpointError: (a ValueError) the trainer state has a reserved key or an object that a checkpoint cannot
             hold, named by key and type, or the file cannot be written. An older file is left as it was.
     """
+    inner = _unwrapped(model)
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"{printable_path(path)} exists and is no regular file; give the name of a file")
     reserved = sorted(set(trainer_state) & set(FORMAT_KEYS))
     if reserved:
         raise CheckpointError(f"trainer state has the reserved key {reserved[0]!r}; give it another name")
     content = {
         "format_version": FORMAT_VERSION,
-        "model_config": model.config.to_dict(),
-        "model": _weights(model),
+        "model_config": inner.config.to_dict(),
+        "model": _weights(inner),
         **({} if tokenizer is None else {"tokenizer": tokenizer}),
         **trainer_state,
     }
@@ -61,6 +64,17 @@ def save_checkpoint(
         raise CheckpointError(f"{printable_path(path)} could not be written: {reason}") from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unwrapped(model: nn.Module) -> KimiK3:
+    """Return the model inside the wrappers of data parallelism and compilation."""
+    inner: object = model
+    while not isinstance(inner, KimiK3):
+        wrapped = getattr(inner, "module", getattr(inner, "_orig_mod", None))
+        if wrapped is None:
+            raise CheckpointError(f"the model is a {type(inner).__name__}; give a kimik3_cli.engine.KimiK3")
+        inner = wrapped
+    return inner
 
 
 def _weights(model: KimiK3) -> dict[str, Tensor]:
