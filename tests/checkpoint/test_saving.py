@@ -139,7 +139,7 @@ def test_folder_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_target_that_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.pt").mkdir()
-    with pytest.raises(CheckpointError, match="could not be written: Is a directory"):
+    with pytest.raises(CheckpointError, match="exists and is no regular file"):
         save_checkpoint(tmp_path / "a.pt", model())
     assert only_file(tmp_path).is_dir()
 
