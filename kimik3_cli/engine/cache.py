@@ -61,9 +61,8 @@ class DecodeCache:
                 tail=torch.zeros(batch, tail_length, 3 * heads * size, device=device),
             )
 
-        self.step: Callable[[Tensor, DecodeCache], Tensor] | None = (
-            None  # the one-token pass, prepared when first needed
-        )
+        # the one-token pass, prepared when first needed
+        self.step: Callable[[Tensor, DecodeCache], Tensor] | None = None
         self.states = [new_state(layer) for layer in range(config.num_hidden_layers)]
         self.max_length = max_length
         self.length = 0

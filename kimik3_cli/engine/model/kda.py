@@ -93,7 +93,8 @@ class KdaAttention(nn.Module):
         initial = None if state is None else state.memory
         o, memory = kda_chunkwise(q, k, v, g, beta, initial, chunk_size=self.chunk_size)
         if state is not None:
-            state.tail, state.memory = tail, memory
+            state.tail.copy_(tail)  # not kept as it is: a view would hold on to the whole input
+            state.memory.copy_(memory)
         return o
 
     def taps(self) -> Tensor:
