@@ -48,7 +48,8 @@ def kda_decode(
     decay = log_decay(z, constants.a_log, constants.lower_bound).exp_()
     state = memory.view(batch * heads, size, size).mul_(decay.view(-1, size, 1))
     key = k.reshape(-1, 1, size)  # [B*H,1,K]
-    error = (mixed[:, 2].reshape(-1, 1, size) - torch.bmm(key, state)) * torch.sigmoid(beta).view(-1, 1, 1)
+    error = torch.baddbmm(mixed[:, 2].reshape(-1, 1, size), key, state, alpha=-1)  # [B*H,1,K]
+    error *= torch.sigmoid(beta).view(-1, 1, 1)
     state.baddbmm_(key.transpose(1, 2), error)
     o = torch.bmm(q.reshape(-1, 1, size), state).view(batch, heads, size)
     # RMSNorm of o K^-0.5: the factor only acts through eps

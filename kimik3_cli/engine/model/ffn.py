@@ -56,7 +56,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N,D] -> chosen experts [N,k] int64 and their weights [N,k] float32."""
-        logits = linear_fp32(x, self.weight)  # [N,E]
+        return self.choose(linear_fp32(x, self.weight))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N,E] float32 -> chosen experts [N,k] int64 and their weights [N,k] float32."""
         scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
         biased = self._within_groups(scores + self.e_score_correction_bias.float())
         experts = biased.topk(self.chosen, dim=-1, sorted=False).indices  # [N,k]

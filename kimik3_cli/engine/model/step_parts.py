@@ -36,6 +36,14 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x.to(weight.dtype), weight).float()
 
 
+def project_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write `project(x, weight)` to out [B,Y] float32."""
+    if weight.dtype is torch.float32:
+        torch.mm(x, weight, out=out)
+    else:
+        out.copy_(torch.mm(x.to(weight.dtype), weight))
+
+
 def accumulate(total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
     """total [B,Y] + factor * (x [B,X] times weight [X,Y]), the sum in float32."""
     if weight.dtype is torch.float32:
