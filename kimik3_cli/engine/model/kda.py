@@ -40,8 +40,8 @@ def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Ten
     padded = torch.cat([tail, x], dim=1)  # [B,c-1+T,X]
     total = padded[:, :time] * taps[0]
     for shift in range(1, kernel):
-        total = torch.addcmul(total, padded[:, shift : shift + time], taps[shift])
-    return F.silu(total), padded[:, time:]
+        total.addcmul_(padded[:, shift : shift + time], taps[shift])
+    return F.silu(total, inplace=True), padded[:, time:]
 
 
 class KdaAttention(nn.Module):

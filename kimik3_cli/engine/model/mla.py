@@ -5,7 +5,6 @@ V value size, C latent width.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimik3_cli.engine.cache import MlaState
@@ -13,6 +12,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.parts import RMSNorm, linear
 
 LATENT_EPS = 1e-6
+QUERY_BLOCK = 128
 
 
 class MlaAttention(nn.Module):
@@ -47,7 +47,9 @@ class MlaAttention(nn.Module):
         q = self._heads(q)  # [B,H,T,N+R]
         latent, shared_key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
         latent = torch.cat([self.kv_a_layernorm(latent), shared_key.float()], dim=-1)  # [B,T,C+R]
-        attended = self._expanded(q, latent) if state is None else self._absorbed(q, state.append(latent))  # [B,H,T,V]
+        among_new = state is None or state.length == 0
+        rows = latent if state is None else state.append(latent)  # [B,L,C+R]
+        attended = self._expanded(q, latent) if among_new else self._absorbed(q, rows)  # [B,H,T,V]
         o = attended.transpose(1, 2).flatten(-2)  # [B,T,H*V]
         if self.gated:
             o = o * torch.sigmoid(self.g_proj(x).float())
@@ -65,7 +67,8 @@ class MlaAttention(nn.Module):
         k_nope, v = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
         k_shared = shared_key.unsqueeze(1).expand(-1, self.heads, -1, -1).to(k_nope.dtype)
         k = torch.cat([k_nope, k_shared], dim=-1)  # [B,H,T,N+R]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        q, k, v = q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1)  # every head has keys of its own
+        return causal_attention(q, k, v, self.scale).view(-1, self.heads, q.shape[2], self.value_dim)
 
     def _absorbed(self, q: Tensor, latent: Tensor) -> Tensor:
         """Attend on the latents: q [B,H,T,N+R], latent [B,L,C+R] whose last T are the queries' own -> [B,H,T,V].
@@ -73,16 +76,39 @@ class MlaAttention(nn.Module):
         kv_b_proj is applied to the query and to the attended latent instead of to every token's latent
         (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
         """
-        batch, _, new, _ = q.shape
-        total = latent.shape[1]
         expand = self.kv_b_proj.weight.view(self.heads, -1, self.latent_dim)  # [H,N+V,C]
         to_key, to_value = expand[:, : self.nope_dim], expand[:, self.nope_dim :]
         q_latent = q[..., : self.nope_dim] @ to_key  # [B,H,T,C]
-        queries = torch.cat([q_latent, q[..., self.nope_dim :]], dim=-1).view(batch, self.heads * new, -1)
-        scores = (queries @ latent.transpose(1, 2).to(queries.dtype)).float() * self.scale  # [B,H*T,L]
-        if new > 1:
-            later = torch.ones(new, total, dtype=torch.bool, device=q.device).triu(total - new + 1)
-            scores = scores.view(batch, self.heads, new, total).masked_fill(later, float("-inf")).view_as(scores)
-        weights = torch.softmax(scores, dim=-1)
-        attended = (weights @ latent[..., : self.latent_dim]).view(batch, self.heads, new, -1)  # [B,H,T,C]
+        queries = torch.cat([q_latent, q[..., self.nope_dim :]], dim=-1)  # [B,H,T,C+R]
+        attended = causal_attention(queries, latent, latent[..., : self.latent_dim], self.scale)  # [B,H,T,C]
         return attended @ to_value.transpose(1, 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Softmax attention, softmax in float32, a block of queries at a time: its memory grows with T + L, not T * L.
+
+    torch's own fast attention is not used: on a CPU it answers NaN keys with zeros, and damage has to show.
+
+    Letters: G groups that share keys and values, J query heads of a group, X key and Y value size.
+
+    Args:
+        q: [G,J,T,X], the queries of the last T of L tokens.
+        k: [G,L,X]; v: [G,L,Y].
+        scale: factor of the scores.
+
+    Returns:
+        [G,J,T,Y].
+    """
+    groups, heads, new, width = q.shape
+    before = k.shape[1] - new
+    outputs = []
+    for start in range(0, new, QUERY_BLOCK):
+        queries = q[:, :, start : start + QUERY_BLOCK]
+        count = queries.shape[2]  # n
+        seen = before + start + count
+        later = q.new_full((count, seen), float("-inf")).triu(before + start + 1).repeat(heads, 1)  # [J*n,seen]
+        keys = k[:, :seen].transpose(1, 2).to(q.dtype)
+        scores = torch.baddbmm(later, queries.reshape(groups, -1, width), keys, alpha=scale)  # [G,J*n,seen]
+        attended = torch.bmm(torch.softmax(scores.float(), dim=-1), v[:, :seen])  # [G,J*n,Y]
+        outputs.append(attended.view(groups, heads, count, -1))
+    return torch.cat(outputs, dim=2)

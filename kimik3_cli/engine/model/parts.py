@@ -26,12 +26,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
-        return unit_rms(x.float(), self.eps) * self.weight
+        x = x.float()
+        return x * per_rms(x, self.eps) * self.weight
 
 
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) over the last axis, [..., X] float32 -> the same."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def per_rms(x: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean(x^2) + eps) over the last axis, [..., X] float32 -> [..., 1]."""
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -106,5 +107,5 @@ def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linea
     values = torch.stack([*blocks, h], dim=-2).float()  # [B,T,N,D]
     query = norm.weight * proj.weight[0]  # [D]
     with without_autocast(h.device):
-        scores = unit_rms(values, norm.eps) @ query  # [B,T,N]
+        scores = (values @ query) * per_rms(values, norm.eps).squeeze(-1)  # [B,T,N]
         return (torch.softmax(scores, dim=-1).unsqueeze(-2) @ values).squeeze(-2)
