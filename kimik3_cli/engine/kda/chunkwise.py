@@ -68,7 +68,7 @@ def kda_chunkwise(
 def _to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     """[B,T,H,X] -> [N,B*H,C,X]; the tail is filled with zeros: beta 0 writes nothing, g 0 forgets nothing."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk_size))
-    return padded.unflatten(1, (-1, chunk_size)).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
+    return torch.unflatten(padded, 1, (-1, chunk_size)).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
 
 class _Inside(NamedTuple):
