@@ -8,8 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kimik3_cli.engine.checkpoint.archive import Archive, read_archive
-from kimik3_cli.engine.checkpoint.stored import TensorRef, children, kind_of, printable, shown_key
+from kimik3_cli.engine.checkpoint.archive import read_archive
+from kimik3_cli.engine.checkpoint.store import Store
+from kimik3_cli.engine.checkpoint.stored import (
+    PackedRef,
+    StoredTensor,
+    TensorRef,
+    children,
+    kind_of,
+    printable,
+    shown_key,
+)
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD, TensorSpec, shape_fits, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.errors import CheckpointError, ConfigError
@@ -31,12 +40,12 @@ class Contents:
     every name carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong.
     """
 
-    archive: Archive
+    store: Store
     entries: Mapping[str, object]
     config: KimiK3Config
     specs: Mapping[str, TensorSpec]
     prefix: str
-    tensors: Mapping[str, TensorRef]
+    tensors: Mapping[str, StoredTensor]
     tokenizer: TokenizerEntry | None
     trainer_state: Mapping[str, object]
     problems: list[Problem]
@@ -51,7 +60,7 @@ class Contents:
     def undecided_tie(self) -> tuple[TensorRef, TensorRef] | None:
         """Embedding and head of a tied checkpoint that holds both, when only reading can tell if they are equal."""
         tables = _tied_tables(self.config, self.tensors)
-        return tables if tables and same_values(self.archive, *tables) is None else None
+        return tables if tables and same_values(self.store, *tables) is None else None
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
@@ -68,9 +77,9 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     entries = {key if isinstance(key, str) else shown_key(key): value for key, value in top["model"].items()}
     prefix = common_prefix(entries)
     named = canonical_names(config, entries)
-    tensors = {key: value for key, value in named.items() if isinstance(value, TensorRef)}
+    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
     return Contents(
-        archive=archive,
+        store=archive,
         entries=entries,
         config=config,
         specs=specs,
@@ -103,7 +112,7 @@ def canonical_names(config: KimiK3Config, entries: Mapping[str, T]) -> dict[str,
     return named
 
 
-def same_values(archive: Archive, first: TensorRef, second: TensorRef) -> bool | None:
+def same_values(store: Store, first: TensorRef, second: TensorRef) -> bool | None:
     """Compare two tensors without reading them; None when only reading can tell.
 
     Views of the same numbers are equal. Two whole records of one dtype are equal when the directory's checksums are.
@@ -111,13 +120,13 @@ def same_values(archive: Archive, first: TensorRef, second: TensorRef) -> bool |
     if first.view == second.view:
         return True
     comparable = first.is_whole_record and second.is_whole_record and first.dtype == second.dtype
-    checksums = [archive.record_of(ref.storage).crc for ref in (first, second)]
+    checksums = [store.record_of(ref.storage).crc for ref in (first, second)]
     return checksums[0] == checksums[1] if comparable and all(checksums) else None
 
 
-def real_values(spec: TensorSpec, ref: TensorRef) -> TensorRef:
+def real_values(spec: TensorSpec, ref: StoredTensor) -> StoredTensor:
     """Return the view of a stored tensor that has the shape of the model: of a padded `A_log` the first H values."""
-    if ref.shape == spec.shape:
+    if ref.shape == spec.shape or isinstance(ref, PackedRef):
         return ref
     along = ref.stride[ref.shape.index(max(ref.shape))]
     return TensorRef(spec.shape, ref.dtype, ref.storage, ref.offset, (along,))
@@ -204,7 +213,7 @@ def _tensor_problems(
 
 
 def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Problem]:
-    if not isinstance(entry, TensorRef):
+    if not isinstance(entry, StoredTensor):
         message = f"{name} is a {kind_of(entry)}; store it as a dense tensor"
         yield Problem(kind="dtype", name=name, message=message)
         return
@@ -216,14 +225,16 @@ def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Prob
         yield Problem(kind="dtype", name=name, message=message)
 
 
-def _tied_tables(config: KimiK3Config, tensors: Mapping[str, TensorRef]) -> tuple[TensorRef, TensorRef] | None:
+def _tied_tables(config: KimiK3Config, tensors: Mapping[str, StoredTensor]) -> tuple[TensorRef, TensorRef] | None:
     """Return embedding and head of a tied checkpoint that holds both in comparable form."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if not config.tie_word_embeddings or embedding is None or head is None or embedding.shape != head.shape:
+    if not (config.tie_word_embeddings and isinstance(embedding, TensorRef) and isinstance(head, TensorRef)):
+        return None
+    if embedding.shape != head.shape:
         return None
     return (embedding, head) if {embedding.dtype, head.dtype} <= set(WEIGHT_DTYPES) else None
 
 
-def _tie_problems(config: KimiK3Config, archive: Archive, tensors: Mapping[str, TensorRef]) -> list[Problem]:
+def _tie_problems(config: KimiK3Config, store: Store, tensors: Mapping[str, StoredTensor]) -> list[Problem]:
     tables = _tied_tables(config, tensors)
-    return [tie_problem()] if tables and same_values(archive, *tables) is False else []
+    return [tie_problem()] if tables and same_values(store, *tables) is False else []

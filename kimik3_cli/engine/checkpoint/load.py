@@ -1,8 +1,7 @@
 """Loads a checkpoint into a model: map the file, check everything, build on the meta device, assign, tie."""
 
 import os
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -11,17 +10,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kimik3_cli.engine.checkpoint.archive import printable_path
 from kimik3_cli.engine.checkpoint.contents import (
     FORMAT_VERSION,
     Contents,
-    canonical_names,
     read_contents,
     real_values,
     tie_problem,
 )
-from kimik3_cli.engine.checkpoint.reading import equal_values, read_as
-from kimik3_cli.engine.checkpoint.stored import printable
+from kimik3_cli.engine.checkpoint.files import printable_path
+from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as
+from kimik3_cli.engine.checkpoint.stored import TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
 from kimik3_cli.engine.model.decoder import KimiK3
@@ -110,45 +108,31 @@ class _SkipInitialisation(TorchFunctionMode):
 
 def _refuse_problems(contents: Contents) -> None:
     problems: list[Problem] = list(contents.problems)
-    if not problems and contents.undecided_tie and not equal_values(contents.archive, *contents.undecided_tie):
+    if not problems and contents.undecided_tie and not equal_values(contents.store, *contents.undecided_tie):
         problems.append(tie_problem())
     if not problems:
         return
     listed = "; ".join(problem.message for problem in problems[:LISTED_PROBLEMS])
     left = len(problems) - LISTED_PROBLEMS
     more = f"; and {left} more, which kimik3 inspect-checkpoint lists" if left > 0 else ""
-    raise CheckpointError(f"{contents.archive.name} does not fit its configuration: {listed}{more}")
+    raise CheckpointError(f"{contents.store.name} does not fit its configuration: {listed}{more}")
 
 
 def _parameters(contents: Contents, device: torch.device, precision: str) -> dict[str, Tensor]:
     """Return every parameter by name, one tensor at a time: as it lies in the mapped file where that will do."""
-    mapped = _mapped_tensors(contents)
+    mapped = MappedStore(contents.store)
     parameters = {}
     for name, spec in contents.specs.items():
-        stored = contents.tensors[name]
-        ref = real_values(spec, stored)
+        ref = real_values(spec, contents.tensors[name])
         dtype = parameter_dtype(name, spec.shape, precision)
-        as_it_lies = ref is stored and ref.is_contiguous and getattr(torch, ref.dtype) == dtype
-        tensor = mapped[name].detach() if as_it_lies else read_as(contents.archive, ref, dtype)
+        if isinstance(ref, TensorRef) and ref.is_contiguous and number_dtype(ref) == dtype:
+            tensor = mapped.view(ref)
+        else:
+            tensor = read_as(contents.store, ref, dtype)
         parameters[name] = tensor.to(device)
     if contents.config.tie_word_embeddings:
         parameters[HEAD] = parameters[EMBEDDING]
     return parameters
-
-
-def _mapped_tensors(contents: Contents) -> Mapping[str, Tensor]:
-    """Map the file; nothing of it is read until a tensor is used."""
-    path = contents.archive.path
-    try:
-        loaded: dict[str, Any] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError, TypeError, OSError) as error:
-        # Torch's advice on pickles, to switch safety off, is not ours.
-        reason = str(error).split(". ")[0] if isinstance(error, RuntimeError) else type(error).__name__
-        message = f"{contents.archive.name} cannot be mapped by torch ({printable(reason)}); copy it or save it again"
-        raise CheckpointError(message) from error
-    if not contents.archive.is_unchanged():
-        raise CheckpointError(f"{contents.archive.name} was replaced while it was read; load it again")
-    return canonical_names(contents.config, loaded["model"])
 
 
 def _refuse_unset(model: KimiK3) -> None:
@@ -160,7 +144,7 @@ def _refuse_unset(model: KimiK3) -> None:
 def _metadata(contents: Contents, model: KimiK3, backend: str) -> CheckpointMetadata:
     config, tokenizer = contents.config, contents.tokenizer
     return CheckpointMetadata(
-        path=printable_path(contents.archive.path),
+        path=printable_path(contents.store.path),
         format_version=FORMAT_VERSION,
         step=contents.step,
         training_kda_backend=config.kda_backend,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kimik3_cli.engine.checkpoint.archive import printable_path
 from kimik3_cli.engine.checkpoint.contents import FORMAT_KEYS, FORMAT_VERSION, read_contents
+from kimik3_cli.engine.checkpoint.files import printable_path
 from kimik3_cli.engine.checkpoint.tensors import HEAD
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.errors import CheckpointError
