@@ -19,6 +19,7 @@ MAX_SEED = 2**63
 MAX_DIGITS = 18
 SHOWN_CHARACTERS = 60
 OUTPUT_SUFFIXES = (".npy", ".safetensors", ".pt")
+ARGUMENTS = ("path", "src", "dst")  # without a flag
 DEVICE_NAMES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
@@ -140,7 +141,7 @@ def _refusal(first: Any) -> RequestError:
         "literal_error": f"give {first.get('ctx', {}).get('expected')}".replace("'", ""),
     }
     name = str(first["loc"][0])
-    flag = "PATH" if name == "path" else "--" + name.replace("_", "-")
+    flag = name.upper() if name in ARGUMENTS else "--" + name.replace("_", "-")
     return RequestError(f"{flag} is {_shown(first['input'])}; {remedies.get(first['type'], first['msg'])}")
 
 
@@ -223,6 +224,15 @@ class InspectRequest(Request):
     path: FilePath
     tensors: bool = False
     deep: bool = False
+
+
+class ConvertRequest(Request):
+    """`kimik3 convert`."""
+
+    src: FilePath
+    dst: FilePath
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    overwrite: bool = False
 
 
 def _lengths(value: object) -> object:

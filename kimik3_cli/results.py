@@ -195,6 +195,33 @@ class InspectResult(Result):
     )
 
 
+class ConvertedFile(Result):
+    """One file that was written."""
+
+    name: str = Field(description="without its folder")
+    bytes: int
+    sha256: str
+
+
+class ConvertResult(Result):
+    """Answer of `kimik3 convert`."""
+
+    source: str
+    destination: str
+    layout: Literal["format_7", "kimi_linear", "kimi_k3"] = Field(
+        description="what was written: a file of format version 7, or a directory in the form of the released model"
+    )
+    tensors: int
+    parameters: int = Field(description="a tied head counted once")
+    bytes: int = Field(description="bytes of all tensors that were written")
+    dtypes: list[DtypeUse]
+    dropped: list[str] = Field(
+        description="what the source holds and the destination cannot: trainer state by its keys; tokenizer, when its "
+        "files are not on this machine"
+    )
+    files: list[ConvertedFile]
+
+
 class Spread(Result):
     """A figure measured several times."""
 

@@ -35,8 +35,10 @@ MAY_IMPORT = {
         "engine.sampling",
         "engine.model",
     },
+    "engine.replacing": set(),
     "engine.checkpoint": {"results", "engine.config", "engine.device", "engine.model"},
     "engine.service": {"requests", "results", "engine"},
+    "engine.convert": {"requests", "results", "engine.config", "engine.checkpoint", "engine.replacing"},
     "engine.benchmark": {"requests", "results", "engine"},
 }
 # Third-party package -> the only modules that may import it.

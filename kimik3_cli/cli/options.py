@@ -101,7 +101,13 @@ BENCH = (
     _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
     _switch("Measurement", "no_cache", "Recompute the prefix for every token."),
 )
-SCHEMA = (_argument("name", "generate, stream, logits, inspect or bench."),)
+CONVERT = (
+    _argument("src", "A file of format 7, or a directory."),
+    _argument("dst", "The directory or file to write."),
+    _option("Output", "dtype", "NAME", "fp32, bf16 or fp16; else as stored."),
+    _switch("Output", "overwrite", "Replace DST if it exists."),
+)
+SCHEMA = (_argument("name", "Such as generate, stream or inspect."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
     _switch("Output", "debug", "Show the traceback of an error."),
@@ -152,7 +158,7 @@ def take_switches(words: Sequence[str]) -> tuple[Switches, list[str]]:
 
 
 def _flags_with_values() -> frozenset[str]:
-    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS, *BENCH)
+    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS, *BENCH, *CONVERT)
     return frozenset("--" + option.name.replace("_", "-") for option in options if option.default is not False)
 
 

@@ -76,7 +76,7 @@ def load_checkpoint_model(
     check_precision(target, precision)
     resolve_backend(backend, target)
     contents = read_contents(checkpoint_path)
-    _refuse_problems(contents)
+    refuse_problems(contents)
     with torch.device("meta"), _SkipInitialisation():
         model = KimiK3(contents.config.with_backend(backend))
     model.load_state_dict(_parameters(contents, target, precision), strict=True, assign=True)
@@ -106,7 +106,12 @@ class _SkipInitialisation(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_problems(contents: Contents) -> None:
+def refuse_problems(contents: Contents) -> None:
+    """Refuse a checkpoint that is not what its configuration asks for.
+
+    Raises:
+        CheckpointError: naming what is wrong.
+    """
     problems: list[Problem] = list(contents.problems)
     if not problems and contents.undecided_tie and not equal_values(contents.store, *contents.undecided_tie):
         problems.append(tie_problem())
