@@ -1,16 +1,22 @@
-"""A checkpoint of format version 7: the keys of its dictionary, and how its tensors differ from its configuration.
+"""What a checkpoint holds, a file of format version 7 or a directory, and how it differs from its configuration.
 
-The loader and the inspector share this. It reads structure only and needs no torch.
+Everything that uses checkpoints begins here. It reads structure only and needs no torch.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kimik3_cli.engine.checkpoint.archive import read_archive
+from kimik3_cli.engine.checkpoint.huggingface.config import config_from, read_configs
+from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
+from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, read_shards
 from kimik3_cli.engine.checkpoint.store import Store
 from kimik3_cli.engine.checkpoint.stored import (
+    PACKED_DTYPE,
+    LostTensor,
     PackedRef,
     StoredTensor,
     TensorRef,
@@ -27,7 +33,8 @@ from kimik3_cli.results import Problem, TokenizerEntry
 FORMAT_VERSION = 7
 FORMAT_KEYS = ("format_version", "model_config", "model", "tokenizer")
 WRAPPERS = ("module.", "_orig_mod.")
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+PLAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
+WEIGHT_DTYPES = (*PLAIN_DTYPES, PACKED_DTYPE)
 MAX_CONFIG_VALUES, MAX_CONFIG_DEPTH, MAX_CONFIG_MESSAGE = 100_000, 8, 4000
 T = TypeVar("T")
 
@@ -37,10 +44,13 @@ class Contents:
     """What a checkpoint holds.
 
     `entries` is the model dictionary as stored, `tensors` the same by the names of the model: without the `prefix` that
-    every name carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong.
+    the names carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong. A
+    Hugging Face directory has no format version, no trainer state, and does not say how it was trained; it may hold
+    tensors that are `skipped`, and `shards` are its files.
     """
 
     store: Store
+    format_version: int | None
     entries: Mapping[str, object]
     config: KimiK3Config
     specs: Mapping[str, TensorSpec]
@@ -48,7 +58,11 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     tokenizer: TokenizerEntry | None
     trainer_state: Mapping[str, object]
+    training_kda_backend: str | None
+    eos_token_ids: tuple[int, ...]
     problems: list[Problem]
+    shards: Sequence[Shard] = ()
+    skipped: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def step(self) -> int | None:
@@ -66,10 +80,17 @@ class Contents:
 def read_contents(path: str | os.PathLike[str]) -> Contents:
     """Read the structure of a checkpoint and compare it with its configuration.
 
+    Args:
+        path: a file of format version 7, or a Hugging Face directory.
+
     Raises:
-        CheckpointError: the file is no checkpoint of format version 7; wrong tensors are `problems` instead.
-        ConfigError: `model_config` is wrong, so that it is unknown which tensors there should be.
+        CheckpointError: it is neither; wrong tensors are `problems` instead.
+        ConfigError: the configuration is wrong, so that it is unknown which tensors there should be.
     """
+    return _directory_contents(Path(path)) if os.path.isdir(path) else _file_contents(path)
+
+
+def _file_contents(path: str | os.PathLike[str]) -> Contents:
     archive = read_archive(path)
     name = archive.name
     top = _dictionary(archive.content, name)
@@ -80,6 +101,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
     return Contents(
         store=archive,
+        format_version=FORMAT_VERSION,
         entries=entries,
         config=config,
         specs=specs,
@@ -87,7 +109,40 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         tensors=tensors,
         tokenizer=_tokenizer(top.get("tokenizer"), name),
         trainer_state={shown_key(key): value for key, value in top.items() if key not in FORMAT_KEYS},
+        training_kda_backend=config.kda_backend,
+        eos_token_ids=config.eos_token_ids,
         problems=[*_tensor_problems(config, specs, named), *_tie_problems(config, archive, tensors)],
+    )
+
+
+def _directory_contents(path: Path) -> Contents:
+    raw, eos_token_ids = read_configs(path)
+    store = read_shards(path)
+    try:
+        config = config_from(raw)
+        specs = tensor_specs(config)
+    except ConfigError as error:
+        raise ConfigError(f"{store.name}: {printable(str(error), MAX_CONFIG_MESSAGE)}") from None
+    prefix = common_prefix(store.entries)
+    text = text_tensors(config, {name.removeprefix(prefix): entry for name, entry in store.entries.items()})
+    named = canonical_names(config, text.tensors)
+    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
+    problems = [*store.problems, *text.problems, *_tensor_problems(config, specs, named)]
+    return Contents(
+        store=store,
+        format_version=None,
+        entries=store.entries,
+        config=config,
+        specs=specs,
+        prefix=prefix + text.prefix,
+        tensors=tensors,
+        tokenizer=None,
+        trainer_state={},
+        training_kda_backend=raw.get("kda_backend"),
+        eos_token_ids=eos_token_ids or config.eos_token_ids,
+        problems=[*problems, *_tie_problems(config, store, tensors)],
+        shards=store.shards,
+        skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
 
 
@@ -213,6 +268,8 @@ def _tensor_problems(
 
 
 def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Problem]:
+    if isinstance(entry, LostTensor):
+        return  # the file that should hold it has a problem of its own
     if not isinstance(entry, StoredTensor):
         message = f"{name} is a {kind_of(entry)}; store it as a dense tensor"
         yield Problem(kind="dtype", name=name, message=message)
@@ -221,7 +278,7 @@ def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Prob
         message = f"{name} has shape {list(entry.shape)}; the configuration asks for {list(spec.shape)}"
         yield Problem(kind="shape", name=name, message=message)
     if entry.dtype not in WEIGHT_DTYPES:
-        message = f"{name} is stored as {entry.dtype}; store weights as {', '.join(WEIGHT_DTYPES)}"
+        message = f"{name} is stored as {entry.dtype}; store weights as {', '.join(PLAIN_DTYPES)}"
         yield Problem(kind="dtype", name=name, message=message)
 
 

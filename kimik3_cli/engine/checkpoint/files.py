@@ -1,5 +1,6 @@
 """Files that are read: found, opened, read in pieces, mapped; refused with a reason when that cannot be. No torch."""
 
+import json
 import mmap
 import os
 import stat
@@ -11,6 +12,8 @@ from pathlib import Path
 from kimik3_cli.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
+MAX_JSON_BYTES = 1 << 30
+AGAIN = "download or copy it again"
 IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 
 
@@ -89,6 +92,25 @@ def blocks(file: BufferedReader, start: int, count: int) -> Iterator[bytearray]:
             raise EOFError("the file ends early")
         count -= len(block)
         yield block
+
+
+def read_json(path: Path) -> object:
+    """Read a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, is no JSON, or is larger than `MAX_JSON_BYTES`.
+    """
+    name = named_file(path, regular_file(path).st_size)
+    with opened(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{name} is too large for a JSON file; {AGAIN}")
+    try:
+        value: object = json.loads(content)
+        return value
+    except (ValueError, RecursionError) as error:
+        reason = "a Git LFS pointer, run git lfs pull" if content.startswith(b"version ") else str(error)
+        raise CheckpointError(f"{name} is no JSON ({reason}); {AGAIN}") from None
 
 
 def mapped(path: Path, status: os.stat_result) -> mmap.mmap:

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from kimik3_cli.engine.checkpoint.contents import (
-    FORMAT_VERSION,
     WEIGHT_DTYPES,
     Contents,
     read_contents,
@@ -27,9 +26,17 @@ from kimik3_cli.engine.checkpoint.stored import (
     shown_key,
 )
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD, count_parameters, shape_fits
-from kimik3_cli.results import DtypeUse, InspectResult, MemoryNeeds, Problem, TensorInfo, TrainerEntry
+from kimik3_cli.engine.memory import memory_needs
+from kimik3_cli.results import (
+    DtypeUse,
+    InspectResult,
+    Problem,
+    ShardInfo,
+    SkippedTensors,
+    TensorInfo,
+    TrainerEntry,
+)
 
-FLOAT32_BYTES = 4
 # A container of the trainer state with more entries than this, or nested deeper, is one line with its sum.
 LISTED_ENTRIES, LISTED_DEPTH = 64, 8
 NAMED_USERS = 3
@@ -39,43 +46,46 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tensors: bool = False, d
     """Inspect a checkpoint; wrong tensors are listed as problems of the result.
 
     Args:
-        path: the checkpoint file.
+        path: a file of format version 7, or a Hugging Face directory.
         tensors: list every tensor of the model dictionary.
         deep: also read the file: compare every record's checksum, count non-finite values of the model's tensors, and
             compare the two tables of a tied head where checksums alone cannot tell.
 
     Raises:
-        CheckpointError: the file is no checkpoint of format version 7.
-        ConfigError: its `model_config` is wrong, so that it is unknown which tensors there should be.
+        CheckpointError: it is neither.
+        ConfigError: its configuration is wrong, so that it is unknown which tensors there should be.
     """
     contents = read_contents(path)
     config = contents.config
     parameters = count_parameters(config, contents.specs)
+    stored_bytes = sum(ref.nbytes for ref in _distinct(contents.tensors.values()))
     optional: dict[str, Any] = {"tensors": _tensor_infos(contents)} if tensors else {}
     problems = list(contents.problems)
     if deep:
         damaged = contents.store.damaged_records()
         problems += [*_checksum_problems(contents, damaged), *_value_problems(contents, damaged)]
         optional["records_verified"] = len(contents.store.checked_records)
+    if contents.format_version is None:
+        optional["shards"] = [
+            ShardInfo(name=printable(shard.name), bytes=shard.bytes, tensors=shard.tensors) for shard in contents.shards
+        ]
+        skipped = contents.skipped.values()
+        optional["skipped"] = SkippedTensors(tensors=len(skipped), bytes=sum(ref.nbytes for ref in skipped))
     return InspectResult(
         path=printable_path(path),
         file_size=contents.store.file_size,
-        format_version=FORMAT_VERSION,
+        format_version=contents.format_version,
         config=config.to_dict(),
-        training_kda_backend=config.kda_backend,
+        training_kda_backend=contents.training_kda_backend,
         step=contents.step,
         stripped_prefix=contents.prefix,
         tokenizer=contents.tokenizer,
         parameters=parameters,
         dtypes=_dtype_uses(contents),
-        bytes=sum(ref.nbytes for ref in _distinct(contents.tensors.values())),
+        bytes=stored_bytes,
         tied_embeddings=config.tie_word_embeddings,
         trainer_state=_trainer_state(contents.trainer_state),
-        memory=MemoryNeeds(
-            weights_bytes=parameters.total * FLOAT32_BYTES,
-            cache_bytes_fixed=config.cache_bytes_fixed(),
-            cache_bytes_per_token=config.cache_bytes_per_token(),
-        ),
+        memory=memory_needs(config, parameters.total, stored_bytes),
         problems=problems,
         **optional,
     )

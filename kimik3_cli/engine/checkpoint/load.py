@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kimik3_cli.engine.checkpoint.contents import (
-    FORMAT_VERSION,
     Contents,
     read_contents,
     real_values,
@@ -36,9 +35,9 @@ class CheckpointMetadata:
     """What a loaded checkpoint says of itself, and which KDA backend runs it."""
 
     path: str
-    format_version: int
+    format_version: int | None
     step: int | None
-    training_kda_backend: str
+    training_kda_backend: str | None
     inference_kda_backend: str
     parameters: int
     vocab_size: int
@@ -150,9 +149,9 @@ def _metadata(contents: Contents, model: KimiK3, backend: str) -> CheckpointMeta
     config, tokenizer = contents.config, contents.tokenizer
     return CheckpointMetadata(
         path=printable_path(contents.store.path),
-        format_version=FORMAT_VERSION,
+        format_version=contents.format_version,
         step=contents.step,
-        training_kda_backend=config.kda_backend,
+        training_kda_backend=contents.training_kda_backend,
         inference_kda_backend=backend,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocab_size=config.vocab_size,

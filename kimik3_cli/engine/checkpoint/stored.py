@@ -67,12 +67,8 @@ class TensorRef:
     @property
     def is_contiguous(self) -> bool:
         """Say whether the elements lie one after the other, in order."""
-        wanted = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != wanted:
-                return False
-            wanted *= size
-        return True
+        wanted = row_major(self.shape)
+        return all(size == 1 or step == way for size, step, way in zip(self.shape, self.stride, wanted, strict=True))
 
     @property
     def is_whole_record(self) -> bool:
@@ -147,6 +143,16 @@ class Instance:
     type_name: str
     args: tuple[Any, ...]
     refused: bool
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a tensor whose elements lie one after the other, in order."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))
 
 
 def children(value: object) -> Iterator[tuple[object, object]]:
