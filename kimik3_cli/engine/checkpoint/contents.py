@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimik3_cli.engine.checkpoint.archive import read_archive
-from kimik3_cli.engine.checkpoint.huggingface.config import config_from, read_configs
+from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY, config_from, read_configs
 from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
 from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, read_shards
 from kimik3_cli.engine.checkpoint.store import Store
@@ -138,7 +138,7 @@ def _directory_contents(path: Path) -> Contents:
         tensors=tensors,
         tokenizer=None,
         trainer_state={},
-        training_kda_backend=raw.get("kda_backend"),
+        training_kda_backend={**raw, **raw.get(OWN_KEY, {})}.get("kda_backend"),
         eos_token_ids=eos_token_ids or config.eos_token_ids,
         problems=[*problems, *_tie_problems(config, store, tensors)],
         shards=store.shards,

@@ -6,12 +6,12 @@ code. `kimi_k3` is nested, like the released K3, for everything that Kimi Linear
 
 from typing import Any, Literal
 
+from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY
 from kimik3_cli.engine.checkpoint.tensors import HEAD
 from kimik3_cli.engine.config import KimiK3Config
 
 Form = Literal["kimi_linear", "kimi_k3"]
-# Keys that no released field can carry; they travel in an object of their own, whose values win when it is read.
-OWN_KEY = "kimik3"
+# Keys that no released field can carry.
 TRAINER_KEYS = ("kda_chunk_size", "kda_backend")
 # Left out when null, because transformers refuses null for them.
 ABSENT_WHEN_NULL = (

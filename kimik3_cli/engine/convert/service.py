@@ -11,6 +11,7 @@ from typing import Any
 from kimik3_cli.engine.checkpoint.contents import FORMAT_VERSION, Contents, read_contents, real_values
 from kimik3_cli.engine.checkpoint.files import printable_path
 from kimik3_cli.engine.checkpoint.load import refuse_problems
+from kimik3_cli.engine.checkpoint.save import read_back
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD, count_parameters
 from kimik3_cli.engine.convert import layout, tokenizer_files
 from kimik3_cli.engine.convert.destination import check_destination
@@ -18,7 +19,6 @@ from kimik3_cli.engine.convert.outgoing import Outgoing, new_dtype
 from kimik3_cli.engine.convert.shards import MAX_SHARD_BYTES, write_json, write_shards
 from kimik3_cli.engine.convert.torch_file import write_torch_file
 from kimik3_cli.engine.replacing import replacing, sync
-from kimik3_cli.errors import CheckpointError
 from kimik3_cli.requests import ConvertRequest
 from kimik3_cli.results import ConvertedFile, ConvertResult, DtypeUse
 
@@ -59,7 +59,7 @@ def run_convert(
             write_shards(unfinished, list(tensors.values()), contents.store, told, max_shard_bytes)
             _write_small_files(unfinished, contents, form, tensors, copied)
         update("reading it back")
-        _read_back(unfinished, request.dst)
+        read_back(unfinished, request.dst)
         files = _described(unfinished, target.name)
     return ConvertResult(
         source=printable_path(request.src),
@@ -91,7 +91,10 @@ def _outgoing(contents: Contents, form: layout.Form | None, asked: str | None) -
 
 def _entries(contents: Contents, src: Path) -> dict[str, Any]:
     """Return what a file of format 7 holds beside the tensors; a directory with a tokenizer becomes its entry."""
-    entries: dict[str, Any] = {"format_version": FORMAT_VERSION, "model_config": contents.config.to_dict()}
+    config = contents.config.to_dict()
+    if set(contents.eos_token_ids) != set(contents.config.eos_token_ids):  # generation_config.json knows better
+        config["eos_token_id"] = list(contents.eos_token_ids)
+    entries: dict[str, Any] = {"format_version": FORMAT_VERSION, "model_config": config}
     if tokenizer_files.tokenizer_files(src):
         entries["tokenizer"] = {"name_or_path": os.path.realpath(src), "revision": None}
     return entries
@@ -129,19 +132,6 @@ def _failures_named(dst: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, f"DST could not be written ({error.strerror or error})", str(dst)) from error
-
-
-def _read_back(unfinished: Path, dst: Path) -> None:
-    """Check the structure of what has been written.
-
-    Raises:
-        CheckpointError: it is not what was to be written.
-    """
-    try:
-        refuse_problems(read_contents(unfinished))
-    except CheckpointError as error:
-        message = str(error).replace(printable_path(unfinished), printable_path(dst))
-        raise CheckpointError(message) from error
 
 
 def _described(written: Path, name: str) -> list[ConvertedFile]:

@@ -14,6 +14,9 @@ from kimik3_cli.errors import CheckpointError, ConfigError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 NESTED, FLAT = "kimi_k3", "kimi_linear"
+# An object of our own in a directory that kimik3 has written: keys of `model_config` that win over what the released
+# fields say, because no released field can carry them.
+OWN_KEY = "kimik3"
 # Defaults of the class KimiLinearConfig in the released configuration_kimi_k3.py and configuration_kimi.py; of
 # use_full_rank_gate and gate_lower_bound, those of the released modeling_kimi_linear.py.
 DEFAULTS: dict[str, Any] = {
@@ -98,13 +101,16 @@ def config_from(raw: Mapping[str, Any]) -> KimiK3Config:
         ConfigError: with every unknown key and impossible value, each named.
     """
     text = {key: value for key, value in _text_part(raw).items() if key not in GENERIC_KEYS}
+    own = text.pop(OWN_KEY, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"config.json: {OWN_KEY} is {own!r}; it must be an object")
     _check_quantization(text.pop("quantization_config", None))
     _rename(text, SYNONYMS)
     text["linear_attn_config"] = _linear_part(text)
     _take_feed_forward_kinds(text)
     _take_length(text)
     try:
-        return KimiK3Config.from_dict({**DEFAULTS, **text})
+        return KimiK3Config.from_dict({**DEFAULTS, **text, **own})
     except ConfigError as error:
         raise ConfigError(str(error).replace("model_config", "config.json", 1)) from None
 
@@ -192,7 +198,8 @@ def _take_feed_forward_kinds(text: Raw) -> None:
     step = text.get("moe_layer_freq", 1)
     if not (type(first) is int and type(step) is int and step > 0):
         return  # which from_dict refuses
-    wanted = [layer >= first and layer % step == 0 for layer in range(len(sparse))]
+    has_experts = text.get("num_experts") is not None
+    wanted = [has_experts and layer >= first and layer % step == 0 for layer in range(len(sparse))]
     _agree("mlp_layer_types", sparse, f"its pattern by first_k_dense_replace {first}, moe_layer_freq {step}", wanted)
 
 
