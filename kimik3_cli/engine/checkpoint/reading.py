@@ -62,14 +62,20 @@ def read_as(store: Store, ref: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 def equal_values(store: Store, first: StoredTensor, second: StoredTensor) -> bool:
     """Say whether two tensors of one shape hold the same numbers, in whatever dtype each is stored; NaN equals NaN."""
-    numbers = read_as(store, first, number_dtype(first))
-    done = 0
-    for piece in pieces(store, second):
-        part = numbers.view(-1)[done : done + len(piece)]
-        if not torch.allclose(part.double(), piece.double(), rtol=0, atol=0, equal_nan=True):
-            return False
-        done += len(piece)
+    others = pieces(store, second)
+    other = torch.empty(0)
+    for piece in pieces(store, first):
+        while len(piece):
+            other = other if len(other) else next(others)
+            count = min(len(piece), len(other))
+            if not _same_numbers(piece[:count], other[:count]):
+                return False
+            piece, other = piece[count:], other[count:]
     return True
+
+
+def _same_numbers(first: Tensor, second: Tensor) -> bool:
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def count_non_finite(store: Store, ref: StoredTensor) -> int:

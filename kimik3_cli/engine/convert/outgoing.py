@@ -73,9 +73,11 @@ def _bytes(numbers: torch.Tensor) -> memoryview:
 
 
 def _refuse_overflow(tensor: Outgoing, before: torch.Tensor, after: torch.Tensor) -> None:
-    lost = before[torch.isinf(after) & ~torch.isinf(before)]
+    if after.isfinite().all():
+        return
+    lost = before[after.isinf() & before.isfinite()]
     if len(lost):
-        largest = torch.finfo(after.dtype).max
         raise RequestError(
-            f"{tensor.name} holds {lost[0].item():g}, but {tensor.dtype} ends at {largest:g}; give --dtype bf16 or fp32"
+            f"{tensor.name} holds {lost[0].item():g}, but {tensor.dtype} ends at {torch.finfo(after.dtype).max:g}; "
+            "leave --dtype out, or give one that goes further"
         )
