@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "results",
         "engine.config",
         "engine.device",
+        "engine.limits",
         "engine.memory",
         "engine.model",
         "engine.replacing",

@@ -1,10 +1,11 @@
 """Loads a checkpoint into a model: map the file, check everything, build on the meta device, assign, tie."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from kimik3_cli.engine.checkpoint.contents import (
 )
 from kimik3_cli.engine.checkpoint.files import printable_path
 from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as
-from kimik3_cli.engine.checkpoint.stored import TensorRef
+from kimik3_cli.engine.checkpoint.stored import StoredTensor, TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+from kimik3_cli.engine.limits import shortened
+from kimik3_cli.engine.memory import machine_bytes, sized
 from kimik3_cli.engine.model.decoder import KimiK3
-from kimik3_cli.errors import CheckpointError
+from kimik3_cli.errors import CheckpointError, TooLargeError
 from kimik3_cli.results import Problem
 
 LISTED_PROBLEMS = 20
@@ -52,21 +55,24 @@ def load_checkpoint_model(
     backend: Literal["chunkwise", "fused"] = "chunkwise",
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
+    max_seq_len: int | None = None,
 ) -> tuple[KimiK3, CheckpointMetadata]:
-    """Load a checkpoint of format version 7 for inference: in eval mode on the device, without gradients.
+    """Load a checkpoint for inference: in eval mode on the device, without gradients.
 
     In fp32 every parameter is float32 whatever was stored; a float32 tensor on the CPU stays a view of the mapped file.
     The trainer state is never touched.
 
     Args:
-        checkpoint_path: the file.
+        checkpoint_path: a file of format version 7, or a Hugging Face directory.
         device: where the model will run: auto, cpu, cuda or cuda:N.
         backend: the KDA backend of inference, whatever the model was trained with.
         precision: see `parameter_dtype`.
+        max_seq_len: a context length in tokens, shorter than the checkpoint's.
 
     Raises:
         RequestError, DeviceError: (ValueErrors) device, backend or precision is unknown or not available here; told
-            before the file is read.
+            before the file is read. max_seq_len is longer than the checkpoint's.
+        TooLargeError: (a ValueError) the weights do not fit into memory; told before they are read.
         CheckpointError: (a ValueError) the file is unreadable, or its tensors are not those of its configuration, all
             of which are named.
         ConfigError: (a CheckpointError) the configuration is wrong.
@@ -75,9 +81,11 @@ def load_checkpoint_model(
     check_precision(target, precision)
     resolve_backend(backend, target)
     contents = read_contents(checkpoint_path)
+    config = shortened(contents.config, max_seq_len).with_backend(backend)
     refuse_problems(contents)
+    _refuse_too_large(contents, target, precision)
     with torch.device("meta"), _SkipInitialisation():
-        model = KimiK3(contents.config.with_backend(backend))
+        model = KimiK3(config)
     model.load_state_dict(_parameters(contents, target, precision), strict=True, assign=True)
     model.tie_head()
     _refuse_unset(model)
@@ -122,6 +130,24 @@ def refuse_problems(contents: Contents) -> None:
     raise CheckpointError(f"{contents.store.name} does not fit its configuration: {listed}{more}")
 
 
+def _refuse_too_large(contents: Contents, device: torch.device, precision: str) -> None:
+    """Refuse weights that cannot be in memory: on a CPU those that do not stay in the mapped file."""
+    on_cpu = device.type == "cpu"
+    memory = machine_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    needed = 0
+    for name, spec in contents.specs.items():
+        dtype = parameter_dtype(name, spec.shape, precision)
+        if not (on_cpu and _stays_mapped(real_values(spec, contents.tensors[name]), dtype)):
+            needed += math.prod(spec.shape) * dtype.itemsize
+    if needed > memory:
+        what = f"{contents.store.name} needs {sized(needed)} of memory in {precision}; {device} has {sized(memory)}"
+        raise TooLargeError(f"{what}, and kimik3 inspect-checkpoint says what would hold it")
+
+
+def _stays_mapped(ref: StoredTensor, dtype: torch.dtype) -> TypeGuard[TensorRef]:
+    return isinstance(ref, TensorRef) and ref.is_contiguous and number_dtype(ref) == dtype
+
+
 def _parameters(contents: Contents, device: torch.device, precision: str) -> dict[str, Tensor]:
     """Return every parameter by name, one tensor at a time: as it lies in the mapped file where that will do."""
     mapped = MappedStore(contents.store)
@@ -129,10 +155,7 @@ def _parameters(contents: Contents, device: torch.device, precision: str) -> dic
     for name, spec in contents.specs.items():
         ref = real_values(spec, contents.tensors[name])
         dtype = parameter_dtype(name, spec.shape, precision)
-        if isinstance(ref, TensorRef) and ref.is_contiguous and number_dtype(ref) == dtype:
-            tensor = mapped.view(ref)
-        else:
-            tensor = read_as(contents.store, ref, dtype)
+        tensor = mapped.view(ref) if _stays_mapped(ref, dtype) else read_as(contents.store, ref, dtype)
         parameters[name] = tensor.to(device)
     if contents.config.tie_word_embeddings:
         parameters[HEAD] = parameters[EMBEDDING]
@@ -155,7 +178,7 @@ def _metadata(contents: Contents, model: KimiK3, backend: str) -> CheckpointMeta
         inference_kda_backend=backend,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocab_size=config.vocab_size,
-        max_seq_len=config.max_seq_len,
+        max_seq_len=model.config.max_seq_len,
         tokenizer=None if tokenizer is None else tokenizer.model_dump(),
         stripped_prefix=contents.prefix,
     )

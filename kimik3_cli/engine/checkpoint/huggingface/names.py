@@ -23,7 +23,8 @@ from kimik3_cli.results import Problem
 
 # First components of the names of what a text model skips.
 VISION = frozenset({"vision_tower", "vision_model", "mm_projector", "multi_modal_projector"})
-DENSE, SPARSE = "mlp", "block_sparse_moe"
+DENSE, SPARSE, EXPERTS = "mlp", "block_sparse_moe", ".experts."
+STACKS, CONVOLUTIONS = ("gate_up_proj", "down_proj"), ".conv1d.weight"
 CODES, SCALES = "_packed", "_scale"
 CODE_DTYPES, SCALE_DTYPES = ("uint8",), ("uint8", "float8_e8m0fnu")
 
@@ -41,57 +42,64 @@ class TextTensors(NamedTuple):
 
 
 def text_tensors(config: KimiK3Config, entries: Mapping[str, Entry]) -> TextTensors:
-    """Sort the tensors of a directory by the names of the model.
-
-    The prefix is the one that most names carried: `language_model.model.`, `model.` or none.
-    """
+    """Sort the tensors of a directory by the names of the model."""
     tensors: dict[str, Named] = {}
     skipped: dict[str, Entry] = {}
-    prefixes: Counter[str] = Counter()
     problems: list[Problem] = []
+    modules: dict[str, str] = {}  # what a name has before its experts -> the same in the model; few for many experts
     for stored_name, entry in entries.items():
-        name = stored_name.removeprefix("language_model.").removeprefix("model.")
+        stored_module, dot, rest = stored_name.partition(EXPERTS)
+        if stored_module not in modules:
+            modules[stored_module] = _model_name(config, stored_module)
+        name = modules[stored_module] + dot + rest
         if name.partition(".")[0] in VISION:
             skipped[stored_name] = entry
             continue
-        prefixes[stored_name[: len(stored_name) - len(name)]] += 1
-        for part_name, part in _parts(_renamed(config, name), entry, config.num_experts or 0):
+        is_fused = rest in STACKS or name.endswith(CONVOLUTIONS)
+        for part_name, part in _parts(name, entry, config.num_experts or 0) if is_fused else [(name, entry)]:
             if part_name in tensors:
                 problems.append(_double(stored_name, part_name))
             tensors[part_name] = part
     problems += _pack(tensors)
-    prefix = max(prefixes, key=prefixes.__getitem__, default="")
-    return TextTensors(tensors, skipped, prefix, problems)
+    return TextTensors(tensors, skipped, _usual_prefix(modules), problems)
 
 
-def _renamed(config: KimiK3Config, name: str) -> str:
-    """Undo what transformers renames: the forget gate's module, and the feed-forward, which is called `mlp` or not."""
-    if not name.startswith("layers."):
-        return name
-    _, number, part, rest = (*name.split(".", 3), "", "", "")[:4]
-    if part == "self_attn":
-        return f"layers.{number}.{part}.{rest.removeprefix('forget_gate.')}"
-    if part in (DENSE, SPARSE) and number.isdecimal():
-        return f"layers.{number}.{SPARSE if config.is_moe(int(number)) else DENSE}.{rest}"
-    return name
+def _model_name(config: KimiK3Config, stored_name: str) -> str:
+    """Return a name without its prefix, and without what transformers changes: the forget gate's module, and the
+    feed-forward, which it calls `mlp` everywhere or nowhere.
+    """
+    name = _without_prefix(stored_name)
+    first, number, part, *rest = [*name.split(".", 3), "", ""]
+    if first == "layers" and part in (DENSE, SPARSE) and number.isdecimal():
+        part = SPARSE if config.is_moe(int(number)) else DENSE
+        return ".".join([first, number, part, *rest]).rstrip(".")
+    return name.replace(".self_attn.forget_gate.", ".self_attn.")
+
+
+def _usual_prefix(modules: Mapping[str, str]) -> str:
+    """Return the prefix that most names carried: `language_model.model.`, `model.` or none."""
+    prefixes = Counter(name[: len(name) - len(_without_prefix(name))] for name in modules)
+    return max(prefixes, key=prefixes.__getitem__, default="")
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("language_model.").removeprefix("model.")
 
 
 def _parts(name: str, entry: Entry, experts: int) -> Iterator[tuple[str, Named]]:
-    """Yield the tensors of the model that one tensor of a file holds: nearly always itself."""
-    prefix, _, last = name.rpartition(".experts.")
-    if last == "gate_up_proj":  # [E,2I,L]
+    """Yield the tensors of the model that a fused tensor of a file holds."""
+    prefix, _, last = name.rpartition(EXPERTS)
+    if last == STACKS[0]:  # [E,2I,L]
         for e, expert in enumerate(_along(entry, experts)):
             for w, half in zip(("w1", "w3"), _split(expert, 2), strict=True):
-                yield f"{prefix}.experts.{e}.{w}.weight", half
-    elif last == "down_proj":  # [E,L,I]
+                yield f"{prefix}{EXPERTS}{e}.{w}.weight", half
+    elif last == STACKS[1]:  # [E,L,I]
         for e, expert in enumerate(_along(entry, experts)):
-            yield f"{prefix}.experts.{e}.w2.weight", expert
-    elif name.endswith(".self_attn.conv1d.weight"):  # [3HK,1,c]
-        prefix = name.removesuffix("conv1d.weight")
+            yield f"{prefix}{EXPERTS}{e}.w2.weight", expert
+    else:  # [3HK,1,c]
+        module = name.removesuffix(CONVOLUTIONS)
         for letter, part in zip("qkv", _split(entry, 3), strict=True):
-            yield f"{prefix}{letter}_conv1d.weight", part
-    else:
-        yield name, entry
+            yield f"{module}.{letter}_conv1d.weight", part
 
 
 def _along(entry: Entry, count: int) -> Iterator[Entry]:
