@@ -10,7 +10,7 @@ from pathlib import Path
 from kimik3_cli.cli.app import main
 
 DOCS = Path(__file__).parent
-SCHEMAS = ("generate", "stream", "logits", "inspect", "bench")
+SCHEMAS = ("generate", "stream", "logits", "inspect", "bench", "convert")
 COLUMNS = "80"
 # A block of cli.md between ```text and ``` that begins with a command is the output of that command.
 BLOCK = re.compile(r"^```text\n\$ kimik3 ([^\n]+)\n.*?^```$", re.MULTILINE | re.DOTALL)

@@ -46,3 +46,9 @@ class NonFiniteError(Kimik3Error, ArithmeticError):
     """The model produced NaN or infinite logits."""
 
     kind = "non_finite"
+
+
+class TooLargeError(Kimik3Error, ValueError):
+    """The model does not fit into the memory of the device."""
+
+    kind = "memory"

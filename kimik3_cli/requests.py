@@ -19,6 +19,7 @@ MAX_SEED = 2**63
 MAX_DIGITS = 18
 SHOWN_CHARACTERS = 60
 OUTPUT_SUFFIXES = (".npy", ".safetensors", ".pt")
+ARGUMENTS = ("path", "src", "dst")  # without a flag
 DEVICE_NAMES = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
@@ -140,7 +141,7 @@ def _refusal(first: Any) -> RequestError:
         "literal_error": f"give {first.get('ctx', {}).get('expected')}".replace("'", ""),
     }
     name = str(first["loc"][0])
-    flag = "PATH" if name == "path" else "--" + name.replace("_", "-")
+    flag = name.upper() if name in ARGUMENTS else "--" + name.replace("_", "-")
     return RequestError(f"{flag} is {_shown(first['input'])}; {remedies.get(first['type'], first['msg'])}")
 
 
@@ -157,6 +158,9 @@ class ModelRequest(Request):
     tokenizer: Text | None = None
     tokenizer_revision: Text | None = None
     local_files_only: bool = False
+    trust_remote_code: bool = False
+    allow_vocab_padding: bool = False
+    max_seq_len: WholeNumber | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -165,6 +169,8 @@ class ModelRequest(Request):
             raise RequestError(f"{count} of --prompt and --token-ids given; give exactly one")
         if self.token_ids is not None and not self.token_ids:
             raise RequestError("--token-ids is empty; give at least one token id")
+        if self.max_seq_len is not None and self.max_seq_len < 1:
+            raise RequestError(f"--max-seq-len is {self.max_seq_len}; give 1 or more")
         if self.pad_id is not None and self.pad_id < 0:
             raise RequestError(f"--pad-id is {self.pad_id}; give a token id, 0 or more")
         return self
@@ -225,6 +231,15 @@ class InspectRequest(Request):
     deep: bool = False
 
 
+class ConvertRequest(Request):
+    """`kimik3 convert`."""
+
+    src: FilePath
+    dst: FilePath
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    overwrite: bool = False
+
+
 def _lengths(value: object) -> object:
     """Read '128,512' as [128, 512]."""
     if not isinstance(value, str):
@@ -243,6 +258,7 @@ class BenchRequest(Request):
     device: Device = "auto"
     backend: Backend | None = None
     precision: Precision = "fp32"
+    max_seq_len: WholeNumber | None = None
     prompt_tokens: Annotated[list[WholeNumber], BeforeValidator(_lengths)] | None = None
     new_tokens: WholeNumber = 64
     repeats: WholeNumber = 5
@@ -255,6 +271,7 @@ class BenchRequest(Request):
             ("--new-tokens", self.new_tokens),
             ("--repeats", self.repeats),
             ("--threads", self.threads),
+            ("--max-seq-len", self.max_seq_len),
         ):
             if value is not None and value < 1:
                 raise RequestError(f"{flag} is {value}; give 1 or more")

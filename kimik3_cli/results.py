@@ -35,9 +35,9 @@ class CheckpointInfo(Result):
     """The checkpoint that answered."""
 
     path: str
-    format_version: int
+    format_version: int | None = Field(description="7; null for a Hugging Face directory")
     step: int | None = Field(description="the trainer's step; null when the file has none")
-    training_kda_backend: str
+    training_kda_backend: str | None = Field(description="null when a directory does not say")
     inference_kda_backend: str
     parameters: int = Field(description="number of parameters, a tied head counted once")
     vocab_size: int
@@ -149,17 +149,39 @@ class MemoryNeeds(Result):
     weights_bytes: int
     cache_bytes_fixed: int = Field(description="recurrent states and convolution tails of one sequence")
     cache_bytes_per_token: int = Field(description="MLA latents of one token of context")
+    machine_bytes: int = Field(description="memory of this machine")
+    fits: bool = Field(description="whether weights in float32 and the fixed part of the cache fit into it")
+    advice: str = Field(default="", description="only when they do not: what would hold the model")
+
+
+ProblemKind = Literal["missing", "unexpected", "shape", "dtype", "tie", "checksum", "non_finite", "shard", "duplicate"]
 
 
 class Problem(Result):
     """One thing that is wrong with the file."""
 
-    kind: Literal["missing", "unexpected", "shape", "dtype", "tie", "checksum", "non_finite"] = Field(
+    kind: ProblemKind = Field(
         description="tie: embedding and head of a tied model differ, told by their checksums; where these cannot tell "
-        "(views, mixed dtypes), by --deep. checksum and non_finite: only with --deep"
+        "(views, mixed dtypes, safetensors), by --deep. checksum and non_finite: only with --deep. shard: a file of a "
+        "directory, or what its index says of a tensor. duplicate: a tensor of the model that several tensors are"
     )
     name: str = Field(description="tensor, or record of the file")
     message: str
+
+
+class ShardInfo(Result):
+    """One safetensors file of a directory."""
+
+    name: str
+    bytes: int
+    tensors: int
+
+
+class SkippedTensors(Result):
+    """Tensors of a directory that a text model does not use, such as those of a vision tower."""
+
+    tensors: int
+    bytes: int
 
 
 class TensorInfo(Result):
@@ -176,11 +198,13 @@ class InspectResult(Result):
 
     path: str
     file_size: int = Field(description="bytes")
-    format_version: int
+    format_version: int | None = Field(description="7; null for a Hugging Face directory")
     config: dict[str, Any] = Field(serialization_alias="model_config", description="as stored, defaults filled in")
-    training_kda_backend: str
+    training_kda_backend: str | None = Field(description="null when a directory does not say")
     step: int | None
-    stripped_prefix: str = Field(description="prefix that every tensor name carried, e.g. module.; empty when none")
+    stripped_prefix: str = Field(
+        description="prefix that every tensor name carried, e.g. module. (in a directory, most names); empty when none"
+    )
     tokenizer: TokenizerEntry | None
     parameters: ParameterCounts
     dtypes: list[DtypeUse]
@@ -189,10 +213,41 @@ class InspectResult(Result):
     trainer_state: list[TrainerEntry]
     memory: MemoryNeeds
     problems: list[Problem]
+    shards: list[ShardInfo] = Field(default=[], description="only for a directory: its files that can be read")
+    skipped: SkippedTensors = Field(
+        default=SkippedTensors(tensors=0, bytes=0), description="only for a directory: what a text model does not use"
+    )
     tensors: list[TensorInfo] = Field(default=[], description="only with --tensors")
     records_verified: int = Field(
         default=0, description="only with --deep: records whose checksum was compared; 0 when the file has none"
     )
+
+
+class ConvertedFile(Result):
+    """One file that was written."""
+
+    name: str = Field(description="without its folder")
+    bytes: int
+    sha256: str
+
+
+class ConvertResult(Result):
+    """Answer of `kimik3 convert`."""
+
+    source: str
+    destination: str
+    layout: Literal["format_7", "kimi_linear", "kimi_k3"] = Field(
+        description="what was written: a file of format version 7, or a directory in the form of the released model"
+    )
+    tensors: int
+    parameters: int = Field(description="a tied head counted once")
+    bytes: int = Field(description="bytes of all tensors that were written")
+    dtypes: list[DtypeUse]
+    dropped: list[str] = Field(
+        description="what the source holds and the destination cannot: trainer state by its keys; tokenizer, when its "
+        "files are not on this machine"
+    )
+    files: list[ConvertedFile]
 
 
 class Spread(Result):

@@ -54,7 +54,13 @@ def inspected(**more: Any) -> InspectResult:
         "bytes": 4000,
         "tied_embeddings": False,
         "trainer_state": [],
-        "memory": {"weights_bytes": 4000, "cache_bytes_fixed": 12_800, "cache_bytes_per_token": 64},
+        "memory": {
+            "weights_bytes": 4000,
+            "cache_bytes_fixed": 12_800,
+            "cache_bytes_per_token": 64,
+            "machine_bytes": 10**9,
+            "fits": True,
+        },
         "problems": [],
     }
     return InspectResult(**{**values, **more})

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "engine.kda": set(),
     "engine.allocator": set(),
     "engine.limits": {"engine.config"},
+    "engine.memory": {"engine.config", "results"},
     "engine.cache": {"engine.config"},
     "engine.device": {"engine.kda"},
     "engine.sampling": {"requests"},
@@ -35,8 +36,18 @@ MAY_IMPORT = {
         "engine.sampling",
         "engine.model",
     },
-    "engine.checkpoint": {"results", "engine.config", "engine.device", "engine.model"},
+    "engine.replacing": set(),
+    "engine.checkpoint": {
+        "results",
+        "engine.config",
+        "engine.device",
+        "engine.limits",
+        "engine.memory",
+        "engine.model",
+        "engine.replacing",
+    },
     "engine.service": {"requests", "results", "engine"},
+    "engine.convert": {"requests", "results", "engine.config", "engine.checkpoint", "engine.replacing"},
     "engine.benchmark": {"requests", "results", "engine"},
 }
 # Third-party package -> the only modules that may import it.

@@ -12,6 +12,7 @@ from kimik3_cli import __version__
 from kimik3_cli.cli import commands
 from kimik3_cli.cli.options import (
     BENCH,
+    CONVERT,
     GENERATE,
     INSPECT,
     LOGITS,
@@ -79,6 +80,7 @@ _add(
 )
 _add("inspect-checkpoint", commands.inspect_checkpoint, INSPECT, "model.pt", "model.pt --deep --tensors --json")
 _add("bench", commands.bench, BENCH, "--prompt-tokens 128,512", "--random m-k3 --threads 2 --json")
+_add("convert", commands.convert, CONVERT, "model.pt model-hf --dtype bf16", "model-hf model.pt --overwrite")
 _add("schema", commands.schema, SCHEMA, "generate", "inspect > inspect.json")
 
 

@@ -114,6 +114,24 @@ def bench(output: Output, values: Values) -> int:
     return 0
 
 
+def convert(output: Output, values: Values) -> int:
+    """Turn a checkpoint into a Hugging Face directory, or back."""
+    from kimik3_cli.engine.convert.service import run_convert
+    from kimik3_cli.requests import ConvertRequest
+
+    request = ConvertRequest.build(**values)
+    with output.working("reading the checkpoint") as update:
+        result = run_convert(request, update)
+
+    def view() -> Any:
+        from kimik3_cli.render.convert import convert_view
+
+        return convert_view(result)
+
+    output.emit(result, view)
+    return 0
+
+
 def schema(output: Output, values: Values) -> int:
     """Print the JSON schema of a command's result."""
     import json
@@ -126,6 +144,7 @@ def schema(output: Output, values: Values) -> int:
         "logits": results.LogitsResult,
         "inspect": results.InspectResult,
         "bench": results.BenchResult,
+        "convert": results.ConvertResult,
     }
     name = values["name"]
     if name not in models:

@@ -52,19 +52,23 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 _CHECKPOINT_HELP = f"Else ${CHECKPOINT_VARIABLE}, else the bundled model."
+_LENGTH = _option("Model", "max_seq_len", "N", "Shorten the context to N tokens.")
 MODEL = (
     _option("Model", "checkpoint", "PATH", _CHECKPOINT_HELP, envvar=CHECKPOINT_VARIABLE, show_envvar=False),
     _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
     _option("Model", "backend", "NAME", "chunkwise or fused; else fused where it can run."),
     _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
     _option("Model", "pad_id", "ID", "Padding token; else the checkpoint's."),
+    _LENGTH,
 )
 PROMPT = (
     _option("Prompt", "prompt", "TEXT", "Text; - reads standard input."),
     _option("Prompt", "token_ids", "IDS", "Instead of text: ids such as 7,13,29."),
-    _option("Prompt", "tokenizer", "NAME", "Hub name or folder; else the checkpoint's."),
+    _option("Prompt", "tokenizer", "NAME", "Name or folder; else the checkpoint's."),
     _option("Prompt", "tokenizer_revision", "REV", "Its revision on the hub; else main."),
     _switch("Prompt", "local_files_only", "Never ask the hub."),
+    _switch("Prompt", "trust_remote_code", "Run code that comes with the tokenizer."),
+    _switch("Prompt", "allow_vocab_padding", "The tokenizer may lack ids."),
 )
 SAMPLING = (
     _option("Sampling", "max_new_tokens", "N", "Tokens to add at most.", "32"),
@@ -95,13 +99,20 @@ BENCH = (
     _option("Model", "device", "NAME", "auto, cpu, cuda or cuda:N.", "auto"),
     _option("Model", "backend", "NAME", "chunkwise or fused; else fused where it can run."),
     _option("Model", "precision", "NAME", "fp32, or bf16 on CUDA.", "fp32"),
+    _LENGTH,
     _option("Measurement", "prompt_tokens", "LENGTHS", "Such as 128,512; else what fits."),
     _option("Measurement", "new_tokens", "N", "Tokens to decode after each.", "64"),
     _option("Measurement", "repeats", "N", "Rounds after one warm-up.", "5"),
     _option("Measurement", "threads", "N", "CPU threads; else torch's choice."),
     _switch("Measurement", "no_cache", "Recompute the prefix for every token."),
 )
-SCHEMA = (_argument("name", "generate, stream, logits, inspect or bench."),)
+CONVERT = (
+    _argument("src", "A file of format 7, or a directory."),
+    _argument("dst", "The directory or file to write."),
+    _option("Output", "dtype", "NAME", "fp32, bf16 or fp16; else as stored."),
+    _switch("Output", "overwrite", "Replace DST if it exists."),
+)
+SCHEMA = (_argument("name", "Such as generate, stream or inspect."),)
 COMMON = (
     _switch("Output", "json", "JSON on a terminal too."),
     _switch("Output", "debug", "Show the traceback of an error."),
@@ -152,7 +163,7 @@ def take_switches(words: Sequence[str]) -> tuple[Switches, list[str]]:
 
 
 def _flags_with_values() -> frozenset[str]:
-    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS, *BENCH)
+    options = (*MODEL, *PROMPT, *SAMPLING, *LOGITS, *BENCH, *CONVERT)
     return frozenset("--" + option.name.replace("_", "-") for option in options if option.default is not False)
 
 

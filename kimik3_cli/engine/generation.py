@@ -34,6 +34,7 @@ class GenerationOptions(TypedDict, total=False):
     pad_id: int | None
     precision: str
     use_cache: bool
+    allowed_ids: Sequence[int] | None
 
 
 def next_token_logits(
@@ -115,12 +116,14 @@ def stream_tokens(
     pad_id: int | None = None,
     precision: str = "fp32",
     use_cache: bool = True,
+    allowed_ids: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, str | None]]:
     """Generate tokens one by one.
 
     Args:
         eos_id: id or ids that end the text; None takes the configuration's, else 0.
         use_cache: False recomputes the whole prefix for every token, the slow check of the cached path.
+        allowed_ids: the only ids that are ever chosen, at least one, in ascending order; None allows all.
         Others: see `select_token` and `next_token_logits`.
 
     Yields:
@@ -135,6 +138,7 @@ def stream_tokens(
     ends = eos_ids(model.config, eos_id)
     generator = torch.Generator().manual_seed(seed) if mode == "sample" else None
     cache = DecodeCache(model.config, 1, len(ids) + max_new_tokens, model.device) if use_cache else None
+    allowed = None if allowed_ids is None else torch.tensor(allowed_ids, device=model.device)
     fresh = ids  # what the cache has not seen
     for step in range(1, max_new_tokens + 1):
         try:
@@ -144,7 +148,10 @@ def stream_tokens(
                 logits = advance(model, fresh, cache, precision=precision)
         except NonFiniteError as error:
             raise NonFiniteError(f"step {step} of generation: {error}") from None
-        token = select_token(logits, mode, temperature, top_k, top_p, generator)
+        chosen = select_token(
+            logits if allowed is None else logits[allowed], mode, temperature, top_k, top_p, generator
+        )
+        token = chosen if allowed_ids is None else allowed_ids[chosen]
         fresh = [token]
         ids = ids + fresh
         reason = "eos" if token in ends else "length" if step == max_new_tokens else None

@@ -8,6 +8,19 @@ from kimik3_cli.errors import RequestError
 FALLBACK_EOS_ID = 0
 
 
+def shortened(config: KimiK3Config, max_seq_len: int | None) -> KimiK3Config:
+    """Return the same architecture with a shorter context, in tokens; None leaves it as it is.
+
+    Raises:
+        RequestError: it is longer than what the model was made for, or no positive number.
+    """
+    if max_seq_len is None:
+        return config
+    if type(max_seq_len) is not int or not 1 <= max_seq_len <= config.max_seq_len:
+        raise RequestError(f"--max-seq-len is {max_seq_len!r}; the checkpoint allows 1 to {config.max_seq_len}")
+    return config.model_copy(update={"max_seq_len": max_seq_len})
+
+
 def check_token_id(config: KimiK3Config, token_id: object, name: str) -> int:
     """Return a valid token id.
 

@@ -2,13 +2,13 @@
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length
+from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length, shortened
 from kimik3_cli.requests import GenerateRequest, LogitsRequest, ModelRequest
 from kimik3_cli.results import CheckpointInfo, GenerateResult, LogitsResult, StreamPiece, TopToken
 
@@ -91,7 +91,7 @@ def run_logits(request: LogitsRequest, update: Update = lambda text: None) -> Lo
         precision=request.precision,
         prompt_token_ids=job.prompt_ids,
         vocab_size=job.config.vocab_size,
-        top=_top(logits, request.top, job.tokenizer),
+        top=_top(logits, request.top, job),
     )
     if request.output is not None:
         _write(logits, request.output)
@@ -107,6 +107,8 @@ class _Job:
     config: KimiK3Config
     tokenizer: "Tokenizer | None"
     prompt_ids: list[int]
+    checkpoint_eos: tuple[int, ...]
+    allowed_ids: list[int] | None  # those of a tokenizer that lacks some of the vocabulary
 
 
 def _prepare(request: ModelRequest, update: Update) -> _Job:
@@ -120,26 +122,28 @@ def _prepare(request: ModelRequest, update: Update) -> _Job:
     check_precision(device, request.precision)
     backend = resolve_backend(request.backend, device)
     contents = read_contents(request.checkpoint)
-    config = contents.config.with_backend(backend)
+    config = shortened(contents.config, request.max_seq_len).with_backend(backend)
     if request.prompt is None:
-        return _Job(device, config, None, list(request.token_ids or ()))
+        return _Job(device, config, None, list(request.token_ids or ()), contents.eos_token_ids, None)
     from kimik3_cli.engine.tokenizer import find_tokenizer, load_tokenizer
 
     named = contents.tokenizer
     entry = (named.name_or_path, named.revision) if named else None
     source = find_tokenizer(request.checkpoint, entry, request.tokenizer, request.tokenizer_revision)
     update("loading the tokenizer")
-    tokenizer = load_tokenizer(source, local_files_only=request.local_files_only)
-    tokenizer.check_length(config.vocab_size)
-    return _Job(device, config, tokenizer, tokenizer.encode(request.prompt))
+    tokenizer = load_tokenizer(
+        source, local_files_only=request.local_files_only, trust_remote_code=request.trust_remote_code
+    )
+    allowed = tokenizer.check_length(config.vocab_size, allow_padding=request.allow_vocab_padding)
+    return _Job(device, config, tokenizer, tokenizer.encode(request.prompt), contents.eos_token_ids, allowed)
 
 
 def _end_ids(request: GenerateRequest, job: _Job) -> list[int]:
     """Ids that end the text: --eos-id, else the tokenizer's, else the checkpoint's, else 0; an explicit 0 counts."""
-    given = request.eos_id
+    given: int | Sequence[int] | None = request.eos_id
     if given is None and job.tokenizer is not None:
         given = job.tokenizer.eos_token_id
-    return sorted(eos_ids(job.config, given))
+    return sorted(eos_ids(job.config, job.checkpoint_eos or None if given is None else given))
 
 
 def _steps(request: GenerateRequest, job: _Job, model: "KimiK3", ends: list[int]) -> Iterator[tuple[int, str | None]]:
@@ -158,6 +162,7 @@ def _steps(request: GenerateRequest, job: _Job, model: "KimiK3", ends: list[int]
         pad_id=request.pad_id,
         precision=request.precision,
         use_cache=not request.no_cache,
+        allowed_ids=job.allowed_ids,
     )
 
 
@@ -166,7 +171,11 @@ def _load(request: ModelRequest, job: _Job, update: Update) -> "tuple[KimiK3, Ch
 
     update("loading the model")
     model, metadata = load_checkpoint_model(
-        request.checkpoint, job.device, job.config.kda_backend, precision=request.precision
+        request.checkpoint,
+        job.device,
+        job.config.kda_backend,
+        precision=request.precision,
+        max_seq_len=request.max_seq_len,
     )
     update("computing")
     info = CheckpointInfo(
@@ -182,18 +191,20 @@ def _load(request: ModelRequest, job: _Job, update: Update) -> "tuple[KimiK3, Ch
     return model, info
 
 
-def _top(logits: "Tensor", count: int, tokenizer: "Tokenizer | None") -> list[TopToken]:
-    """Return the best `count` of [V] float32 logits, equal ones by id."""
-    logprobs = logits.double().log_softmax(dim=-1)
-    best: list[int] = logits.argsort(descending=True, stable=True)[:count].tolist()
+def _top(logits: "Tensor", count: int, job: _Job) -> list[TopToken]:
+    """Return the best `count` of [V] float32 logits, equal ones by id; only ids that the tokenizer has."""
+    ids = list(range(len(logits))) if job.allowed_ids is None else job.allowed_ids
+    scores = logits[ids]
+    logprobs = scores.double().log_softmax(dim=-1)
+    best: list[int] = scores.argsort(descending=True, stable=True)[:count].tolist()
     return [
         TopToken(
-            token_id=token,
-            logit=logits[token].item(),
-            logprob=logprobs[token].item(),
-            **({"text": tokenizer.token_text(token)} if tokenizer else {}),
+            token_id=ids[place],
+            logit=scores[place].item(),
+            logprob=logprobs[place].item(),
+            **({"text": job.tokenizer.token_text(ids[place])} if job.tokenizer else {}),
         )
-        for token in best
+        for place in best
     ]
 
 

@@ -11,6 +11,7 @@ from urllib.request import getproxies
 from kimik3_cli.errors import RequestError, TokenizerError
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
+OTHER_FILES = ("tiktoken.model", "tokenizer.model")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", flags=re.ASCII)
 CONNECT_TIMEOUT_S = 5.0
 CONTEXT = 8  # tokens that decide how the next one reads; a character has at most 4 bytes
@@ -35,18 +36,32 @@ class Tokenizer:
         self._backend = backend
         self._source = source
 
-    def check_length(self, vocab_size: int) -> None:
+    def check_length(self, vocab_size: int, *, allow_padding: bool = False) -> list[int] | None:
         """Refuse a tokenizer made for another vocabulary.
+
+        Args:
+            vocab_size: of the checkpoint.
+            allow_padding: the vocabulary may have ids that the tokenizer does not have.
+
+        Returns:
+            The ids of the tokenizer in ascending order if some of the vocabulary are not among them, else None.
 
         Raises:
             TokenizerError: naming both lengths.
         """
         length = len(self._backend)
+        if allow_padding:
+            ids = sorted(set(self._backend.get_vocab().values()))
+            if ids[-1] < vocab_size:
+                return ids if len(ids) < vocab_size else None
+            length = max(length, ids[-1] + 1)
         if length != vocab_size:
+            padded = ", or --allow-vocab-padding if the vocabulary was padded" if length < vocab_size else ""
             raise TokenizerError(
                 f"{_described(self._source)} has {length} tokens, but the checkpoint's vocab_size is {vocab_size}; "
-                "give --tokenizer with the one that the model was trained with"
+                f"give --tokenizer with the one that the model was trained with{padded}"
             )
+        return None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -136,10 +151,10 @@ class TextStream:
 def find_tokenizer(
     checkpoint: Path, entry: tuple[str, str | None] | None, name: str | None, revision: str | None
 ) -> Source:
-    """Decide which tokenizer to use: the one named by flag, else the checkpoint's entry, else files beside it.
+    """Decide which tokenizer to use: the one named by flag, else the checkpoint's entry, else files with it.
 
     Args:
-        checkpoint: the checkpoint file.
+        checkpoint: the checkpoint: a directory may hold the tokenizer's files, a file may have them beside it.
         entry: (name_or_path, revision) of the checkpoint's own tokenizer entry, if it has one.
         name: --tokenizer.
         revision: --tokenizer-revision; it takes precedence over the entry's.
@@ -151,14 +166,20 @@ def find_tokenizer(
         return _checked(Source(name, revision, "--tokenizer"))
     if entry is not None:
         return _checked(Source(entry[0], revision or entry[1], f"the tokenizer entry of {str(checkpoint)!r}"))
-    folder = checkpoint.parent
-    if any((folder / file).is_file() for file in FILES):
+    folder, where = (checkpoint, "in") if checkpoint.is_dir() else (checkpoint.parent, "beside")
+    if any((folder / file).is_file() for file in (*FILES, *OTHER_FILES)):
         return Source(str(folder), None, "the checkpoint's folder")
-    raise TokenizerError(f"{str(checkpoint)!r} names no tokenizer and there is no tokenizer.json beside it; {REMEDY}")
+    missing = f"names no tokenizer and there is no tokenizer.json {where} it"
+    raise TokenizerError(f"{str(checkpoint)!r} {missing}; {REMEDY}")
 
 
-def load_tokenizer(source: Source, *, local_files_only: bool = False) -> Tokenizer:
+def load_tokenizer(source: Source, *, local_files_only: bool = False, trust_remote_code: bool = False) -> Tokenizer:
     """Load a tokenizer from a folder or from the hub (its cache when the hub cannot be reached).
+
+    Args:
+        source: where it is.
+        local_files_only: never ask the hub.
+        trust_remote_code: run the Python code that comes with it, if it needs any.
 
     Raises:
         TokenizerError: it cannot be loaded; the message says why, in one line.
@@ -173,10 +194,12 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False) -> Tokeniz
             use_fast=True,
             revision=source.revision or "main",
             local_files_only=is_folder or bool(offline),
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
-        if is_folder:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            found = "comes with Python code that it needs; --trust-remote-code runs that code, if you trust its author"
+        elif is_folder:
             found = f"cannot be read ({_reason(error)}); {' or '.join(FILES)} is damaged or missing"
         elif offline:
             found = f"is not in the local cache, and {offline}"

@@ -75,7 +75,8 @@ def logits_view(result: LogitsResult) -> RenderableType:
 
 def inspect_view(result: InspectResult) -> RenderableType:
     """The model as a tree of parts with parameter counts, then storage, trainer state, memory and problems."""
-    title = Text.assemble((_safe(result.path), "bold"), f"  {_size(result.file_size)}, format {result.format_version}")
+    kind = "Hugging Face directory" if result.format_version is None else f"format {result.format_version}"
+    title = Text.assemble((_safe(result.path), "bold"), f"  {_size(result.file_size)}, {kind}")
     tree = Tree(title, guide_style="dim")
     tree.add(_parameters(result))
     for name, facts in _sections(result):
@@ -152,6 +153,7 @@ def _sections(result: InspectResult) -> Iterable[tuple[str, Sequence[str]]]:
     yield (
         "memory for inference",
         [
+            *([_safe(memory.advice)] if memory.advice else []),
             f"weights {_size(memory.weights_bytes)}",
             f"cache {_size(memory.cache_bytes_fixed)} fixed + {_size(memory.cache_bytes_per_token)} a token",
         ],
@@ -159,11 +161,16 @@ def _sections(result: InspectResult) -> Iterable[tuple[str, Sequence[str]]]:
     if result.tokenizer:
         revision = f", revision {_safe(result.tokenizer.revision)}" if result.tokenizer.revision else ""
         yield "tokenizer", [_safe(result.tokenizer.name_or_path) + revision]
-    yield "trainer", _trainer(result)
+    if result.format_version is None:
+        yield "files", _files(result)
+    else:
+        yield "trainer", _trainer(result)
     if result.stripped_prefix:
-        yield "names", [f"prefix {_safe(result.stripped_prefix)} stripped from every tensor"]
+        whose = "most names" if result.format_version is None else "every tensor"
+        yield "names", [f"prefix {_safe(result.stripped_prefix)} stripped from {whose}"]
     if "records_verified" in result.model_fields_set:
-        yield "file", [f"{_count(result.records_verified, 'record')} read and checked"]
+        checked = f"{_count(result.records_verified, 'record')} read and checked"
+        yield "file", ["values read; safetensors has no checksums" if result.format_version is None else checked]
 
 
 def _architecture(result: InspectResult) -> list[str]:
@@ -181,6 +188,14 @@ def _architecture(result: InspectResult) -> list[str]:
             f"{config.get('num_shared_experts')} shared"
         )
     return [_safe(line) for line in lines]
+
+
+def _files(result: InspectResult) -> list[str]:
+    tensors = sum(shard.tensors for shard in result.shards)
+    lines = [f"{_count(len(result.shards), 'safetensors file')} with {_count(tensors, 'tensor')}"]
+    if result.skipped.tensors:
+        lines.append(f"{_count(result.skipped.tensors, 'vision tensor')} skipped, {_size(result.skipped.bytes)}")
+    return lines
 
 
 def _trainer(result: InspectResult) -> list[str]:

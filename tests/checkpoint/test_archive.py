@@ -112,7 +112,7 @@ def test_a_file_taken_for_a_folder(tmp_path: Path) -> None:
 
 
 def test_directory(tmp_path: Path) -> None:
-    assert "is a directory; give the path of a checkpoint file inside it" in refusal(tmp_path)
+    assert "is a directory; give the path of a file" in refusal(tmp_path)
 
 
 def test_pipe_is_not_waited_for(tmp_path: Path) -> None:

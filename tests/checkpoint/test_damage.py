@@ -11,6 +11,8 @@ import pytest
 import torch
 from checkpoints import mk
 
+from kimik3_cli.engine.checkpoint import load
+from kimik3_cli.engine.checkpoint.contents import Contents
 from kimik3_cli.engine.checkpoint.inspection import inspect_checkpoint
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.errors import CheckpointError
@@ -95,24 +97,24 @@ def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "a.pt"
     mk(path)
     mk(tmp_path / "newer.pt", seed=1)
-    load = torch.load
+    read = load.read_contents
 
-    def replaced_before(*args: object, **kwargs: object) -> object:
+    def replaced_after(path: Path) -> Contents:
+        contents = read(path)
         os.replace(tmp_path / "newer.pt", path)
-        return load(*args, **kwargs)
+        return contents
 
-    monkeypatch.setattr(torch, "load", replaced_before)
+    monkeypatch.setattr(load, "read_contents", replaced_after)
     with pytest.raises(CheckpointError, match="was replaced while it was read; load it again"):
         load_checkpoint_model(path)
 
 
-def test_file_that_only_torch_finds_damaged(tmp_path: Path) -> None:
-    """The reason in torch's words is kept, its advice to switch safety off is not."""
+def test_an_encrypted_record_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     mk(path)
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\x01\x02") + 8] |= 1  # "encrypted", in the directory
     path.write_bytes(content)
-    inspect_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"cannot be mapped by torch \(PytorchStreamReader .*encryption"):
-        load_checkpoint_model(path)
+    for read in (inspect_checkpoint, load_checkpoint_model):
+        with pytest.raises(CheckpointError, match=r"holds an encrypted record '.*data.pkl'; save it again"):
+            read(path)

@@ -8,6 +8,7 @@ import pytest
 from checkpoints import mk
 from commandline import answer, refused
 from conftest import Call
+from directories import save_mini
 
 
 def test_a_sound_file_exits_0(kimik3: Call, mini: Path) -> None:
@@ -46,8 +47,11 @@ def test_an_unreadable_file_exits_3_with_nothing_on_stdout(
     assert str(path) in refused(kimik3(*words, path), 3)
 
 
-def test_the_schema_describes_what_is_printed(kimik3: Call, mini: Path) -> None:
+def test_the_schema_describes_what_is_printed(kimik3: Call, mini: Path, tmp_path: Path) -> None:
     schema = json.loads(kimik3("schema", "inspect").out)
-    result = answer(kimik3("inspect-checkpoint", mini, "--tensors", "--deep"))
-    assert set(result) == set(schema["properties"])
-    assert set(schema["properties"]) - set(schema["required"]) == {"tensors", "records_verified"}
+    save_mini(tmp_path)
+    printed = [set(answer(kimik3("inspect-checkpoint", path, "--tensors", "--deep"))) for path in (mini, tmp_path)]
+    of_directories = {"shards", "skipped"}
+    assert printed == [set(schema["properties"]) - of_directories, set(schema["properties"])]
+    optional = set(schema["properties"]) - set(schema["required"])
+    assert optional == {"tensors", "records_verified", *of_directories}

@@ -33,7 +33,7 @@ def test_every_page_is_in_the_reference(reference: ModuleType) -> None:
     assert pages == ["--help", *(f"{command} --help" for command in commands)]
 
 
-@pytest.mark.parametrize("name", ["generate", "stream", "logits", "inspect"])
+@pytest.mark.parametrize("name", ["generate", "stream", "logits", "inspect", "bench", "convert"])
 def test_schemas_are_closed_and_describe_every_object(name: str) -> None:
     schema = json.loads((DOCS / "schema" / f"{name}.json").read_text(encoding="utf-8"))
     for part in (schema, *schema.get("$defs", {}).values()):

@@ -15,7 +15,7 @@ from kimik3_cli.engine import service
 from kimik3_cli.errors import CheckpointError, DeviceError, NonFiniteError, TokenizerError
 from kimik3_cli.requests import BenchRequest, GenerateRequest, LogitsRequest
 
-COMMANDS = ("generate", "logits", "inspect-checkpoint", "bench", "schema")
+COMMANDS = ("generate", "logits", "inspect-checkpoint", "bench", "convert", "schema")
 IDS = ("generate", "--token-ids", "7,13")
 
 

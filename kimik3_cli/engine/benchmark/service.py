@@ -15,7 +15,7 @@ from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
-from kimik3_cli.engine.limits import check_generation
+from kimik3_cli.engine.limits import check_generation, shortened
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.requests import BenchRequest
 from kimik3_cli.results import BenchResult, LoadFigures
@@ -78,7 +78,8 @@ def run_bench(request: BenchRequest, update: Update = lambda text: None) -> Benc
 
 
 def _config(request: BenchRequest) -> KimiK3Config:
-    return named_config(request.random) if request.random else read_contents(request.checkpoint).config
+    config = named_config(request.random) if request.random else read_contents(request.checkpoint).config
+    return shortened(config, request.max_seq_len)
 
 
 def _lengths(request: BenchRequest, config: KimiK3Config) -> list[int]:

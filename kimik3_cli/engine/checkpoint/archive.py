@@ -5,7 +5,6 @@ is refused with what it is and what to do.
 """
 
 import os
-import stat
 import struct
 import zipfile
 import zlib
@@ -15,38 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kimik3_cli.engine.checkpoint.diagnosis import what_it_is
-from kimik3_cli.engine.checkpoint.stored import (
-    ITEM_BYTES,
-    Global,
-    Instance,
-    StorageRef,
-    TensorRef,
-    children,
-    printable,
-    shown_key,
-)
+from kimik3_cli.engine.checkpoint.files import blocks, named_file, opened, regular_file
+from kimik3_cli.engine.checkpoint.store import Record
+from kimik3_cli.engine.checkpoint.stored import Global, Instance, StorageRef, children, printable, shown_key
 from kimik3_cli.engine.checkpoint.unpickling import unpickle
 from kimik3_cli.errors import CheckpointError
 
 LOCAL_HEADER_BYTES = 30
-BLOCK_BYTES = 1 << 20
+ENCRYPTED = 1  # a bit of a record's flags
 LISTED = 20
-IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 RECORD_DAMAGE = (ValueError, EOFError)
 # What zipfile raises for directories that are damaged in various places.
 ZIP_DAMAGE = (zipfile.BadZipFile, RuntimeError, ValueError, LookupError, OverflowError, EOFError, struct.error)
-
-
-class Record(NamedTuple):
-    """One file inside the zip archive; `crc` is 0 when torch was told to write no checksums."""
-
-    name: str
-    header_offset: int
-    size: int
-    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +53,27 @@ class Archive:
         return named_file(self.path, self.file_size)
 
     @property
+    def files(self) -> Mapping[Path, os.stat_result]:
+        """The file, as it was when its structure was read."""
+        return {self.path: self.status}
+
+    @property
     def checked_records(self) -> list[Record]:
         """The records that have a checksum."""
         return [record for record in self.records.values() if record.crc]
 
-    def is_unchanged(self) -> bool:
-        """Say whether the path still leads to the file that was read, with the content that it had."""
-        now = self.path.stat()
-        return all(getattr(now, field) == getattr(self.status, field) for field in IDENTITY)
-
     def record_of(self, storage: StorageRef) -> Record:
         """Return the record that holds a storage."""
         return self.records[f"{self.root}/data/{storage.key}"]
+
+    def location(self, storage: StorageRef) -> tuple[Path, int]:
+        """Return the file, and the byte at which the numbers of a storage begin.
+
+        Raises:
+            CheckpointError: the record's own header is damaged.
+        """
+        with opened(self.path, self.status) as file, _damage_reported(self.path, self.file_size):
+            return self.path, _first_byte(file, self.record_of(storage))
 
     def damaged_records(self) -> list[Record]:
         """Read the whole file and return the records that differ from their CRC-32.
@@ -95,22 +86,12 @@ class Archive:
     def _is_intact(self, record: Record) -> bool:
         crc = 0
         try:
-            with _opened(self.path) as file:
+            with opened(self.path, self.status) as file:
                 for block in _blocks(file, record):
                     crc = zlib.crc32(block, crc)
         except RECORD_DAMAGE:
             return False
         return crc == record.crc
-
-    def blocks(self, ref: TensorRef) -> Iterator[bytearray]:
-        """Yield the bytes of a contiguous view in pieces of at most `BLOCK_BYTES`.
-
-        Raises:
-            CheckpointError: the record cannot be read.
-        """
-        start = ref.offset * ITEM_BYTES[ref.dtype]
-        with _opened(self.path) as file, _damage_reported(self.path, self.file_size):
-            yield from _blocks(file, self.record_of(ref.storage), start, ref.nbytes)
 
 
 def read_archive(path: str | os.PathLike[str]) -> Archive:
@@ -121,9 +102,9 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
             needs code to be read is named by type and place.
     """
     path = Path(path)
-    status = _regular_file(path)
+    status = regular_file(path)
     file_size = status.st_size
-    with _opened(path) as file:
+    with opened(path) as file:
         refusal = what_it_is(file, file_size)
         if refusal:
             raise CheckpointError(f"{named_file(path, file_size)} {refusal}")
@@ -142,47 +123,6 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
     archive = Archive(path, status, content, storages, records, root)
     _check_records(archive)
     return archive
-
-
-def named_file(path: Path, file_size: int) -> str:
-    """Name a file in a message: its path on one line, and its size."""
-    return f"{printable_path(path)} ({file_size} bytes)"
-
-
-def printable_path(path: str | os.PathLike[str]) -> str:
-    """Return a path on one line."""
-    text = os.fspath(path)
-    return text if text.isprintable() else repr(text)
-
-
-def _regular_file(path: Path) -> os.stat_result:
-    name = printable_path(path)
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise CheckpointError(f"{name} does not exist; give the path of a checkpoint file") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name} cannot be read: {_reason(error)}") from None
-    if stat.S_ISDIR(status.st_mode):
-        raise CheckpointError(f"{name} is a directory; give the path of a checkpoint file inside it")
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{name} is not a regular file; give the path of a checkpoint file")
-    return status
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise CheckpointError(f"{printable_path(path)} cannot be read: {_reason(error)}") from None
-
-
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, PermissionError):
-        return "permission denied; make it readable for the user who runs kimik3"
-    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 @contextmanager
@@ -208,6 +148,8 @@ def _directory(file: BufferedReader) -> dict[str, Record]:
             raise CheckpointError(f"holds two records named {entry.filename!r}; save it again with torch.save")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"holds a compressed record {entry.filename!r}; save it again with torch.save")
+        if entry.flag_bits & ENCRYPTED:
+            raise CheckpointError(f"holds an encrypted record {entry.filename!r}; save it again with torch.save")
         records[entry.filename] = Record(entry.filename, entry.header_offset, entry.file_size, entry.CRC)
     return records
 
@@ -235,21 +177,19 @@ def _content(file: BufferedReader, record: Record) -> bytes:
     return content
 
 
-def _blocks(file: BufferedReader, record: Record, start: int = 0, count: int | None = None) -> Iterator[bytearray]:
-    """Yield `count` bytes of one uncompressed record from byte `start` on, by default all of it."""
-    file.seek(record.header_offset)
+def _blocks(file: BufferedReader, record: Record) -> Iterator[bytearray]:
+    """Yield the bytes of one uncompressed record."""
+    return blocks(file, _first_byte(file, record), record.size)
+
+
+def _first_byte(file: BufferedReader, record: Record) -> int:
+    """Return where a record's content begins: after a header that repeats its name."""
+    file.seek(record.offset)
     header = file.read(LOCAL_HEADER_BYTES)
     if len(header) < LOCAL_HEADER_BYTES or not header.startswith(b"PK\x03\x04"):
-        raise ValueError(f"no record at byte {record.header_offset}")
+        raise ValueError(f"no record at byte {record.offset}")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    file.seek(names + start, os.SEEK_CUR)
-    left = record.size if count is None else count
-    while left:
-        block = bytearray(min(left, BLOCK_BYTES))
-        if file.readinto(block) < len(block):
-            raise EOFError(f"record {record.name!r} ends early")
-        left -= len(block)
-        yield block
+    return record.offset + LOCAL_HEADER_BYTES + names
 
 
 def _foreign_types(content: object, refused: list[str]) -> str:

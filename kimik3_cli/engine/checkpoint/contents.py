@@ -1,15 +1,32 @@
-"""A checkpoint of format version 7: the keys of its dictionary, and how its tensors differ from its configuration.
+"""What a checkpoint holds, a file of format version 7 or a directory, and how it differs from its configuration.
 
-The loader and the inspector share this. It reads structure only and needs no torch.
+Everything that uses checkpoints begins here. It reads structure only and needs no torch.
 """
 
+import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kimik3_cli.engine.checkpoint.archive import Archive, read_archive
-from kimik3_cli.engine.checkpoint.stored import TensorRef, children, kind_of, printable, shown_key
+from kimik3_cli.engine.checkpoint.archive import read_archive
+from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY, config_from, read_configs
+from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
+from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, read_shards
+from kimik3_cli.engine.checkpoint.store import Store
+from kimik3_cli.engine.checkpoint.stored import (
+    PACKED_DTYPE,
+    LostTensor,
+    PackedRef,
+    StoredTensor,
+    TensorRef,
+    children,
+    kind_of,
+    printable,
+    shown_key,
+)
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD, TensorSpec, shape_fits, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.errors import CheckpointError, ConfigError
@@ -18,7 +35,8 @@ from kimik3_cli.results import Problem, TokenizerEntry
 FORMAT_VERSION = 7
 FORMAT_KEYS = ("format_version", "model_config", "model", "tokenizer")
 WRAPPERS = ("module.", "_orig_mod.")
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+PLAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
+WEIGHT_DTYPES = (*PLAIN_DTYPES, PACKED_DTYPE)
 MAX_CONFIG_VALUES, MAX_CONFIG_DEPTH, MAX_CONFIG_MESSAGE = 100_000, 8, 4000
 T = TypeVar("T")
 
@@ -28,18 +46,25 @@ class Contents:
     """What a checkpoint holds.
 
     `entries` is the model dictionary as stored, `tensors` the same by the names of the model: without the `prefix` that
-    every name carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong.
+    the names carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong. A
+    Hugging Face directory has no format version, no trainer state, and does not say how it was trained; it may hold
+    tensors that are `skipped`, and `shards` are its files.
     """
 
-    archive: Archive
+    store: Store
+    format_version: int | None
     entries: Mapping[str, object]
     config: KimiK3Config
     specs: Mapping[str, TensorSpec]
     prefix: str
-    tensors: Mapping[str, TensorRef]
+    tensors: Mapping[str, StoredTensor]
     tokenizer: TokenizerEntry | None
     trainer_state: Mapping[str, object]
+    training_kda_backend: str | None
+    eos_token_ids: tuple[int, ...]
     problems: list[Problem]
+    shards: Sequence[Shard] = ()
+    skipped: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def step(self) -> int | None:
@@ -51,16 +76,36 @@ class Contents:
     def undecided_tie(self) -> tuple[TensorRef, TensorRef] | None:
         """Embedding and head of a tied checkpoint that holds both, when only reading can tell if they are equal."""
         tables = _tied_tables(self.config, self.tensors)
-        return tables if tables and same_values(self.archive, *tables) is None else None
+        return tables if tables and same_values(self.store, *tables) is None else None
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
     """Read the structure of a checkpoint and compare it with its configuration.
 
+    Args:
+        path: a file of format version 7, or a Hugging Face directory.
+
     Raises:
-        CheckpointError: the file is no checkpoint of format version 7; wrong tensors are `problems` instead.
-        ConfigError: `model_config` is wrong, so that it is unknown which tensors there should be.
+        CheckpointError: it is neither; wrong tensors are `problems` instead.
+        ConfigError: the configuration is wrong, so that it is unknown which tensors there should be.
     """
+    with _collector_paused():
+        return _directory_contents(Path(path)) if os.path.isdir(path) else _file_contents(path)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from walking, again and again, half a million objects that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _file_contents(path: str | os.PathLike[str]) -> Contents:
     archive = read_archive(path)
     name = archive.name
     top = _dictionary(archive.content, name)
@@ -68,9 +113,10 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     entries = {key if isinstance(key, str) else shown_key(key): value for key, value in top["model"].items()}
     prefix = common_prefix(entries)
     named = canonical_names(config, entries)
-    tensors = {key: value for key, value in named.items() if isinstance(value, TensorRef)}
+    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
     return Contents(
-        archive=archive,
+        store=archive,
+        format_version=FORMAT_VERSION,
         entries=entries,
         config=config,
         specs=specs,
@@ -78,7 +124,40 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         tensors=tensors,
         tokenizer=_tokenizer(top.get("tokenizer"), name),
         trainer_state={shown_key(key): value for key, value in top.items() if key not in FORMAT_KEYS},
+        training_kda_backend=config.kda_backend,
+        eos_token_ids=config.eos_token_ids,
         problems=[*_tensor_problems(config, specs, named), *_tie_problems(config, archive, tensors)],
+    )
+
+
+def _directory_contents(path: Path) -> Contents:
+    raw, eos_token_ids = read_configs(path)
+    store = read_shards(path)
+    try:
+        config = config_from(raw)
+        specs = tensor_specs(config)
+    except ConfigError as error:
+        raise ConfigError(f"{store.name}: {printable(str(error), MAX_CONFIG_MESSAGE)}") from None
+    prefix = common_prefix(store.entries)
+    text = text_tensors(config, {name.removeprefix(prefix): entry for name, entry in store.entries.items()})
+    named = canonical_names(config, text.tensors)
+    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
+    problems = [*store.problems, *text.problems, *_tensor_problems(config, specs, named)]
+    return Contents(
+        store=store,
+        format_version=None,
+        entries=store.entries,
+        config=config,
+        specs=specs,
+        prefix=prefix + text.prefix,
+        tensors=tensors,
+        tokenizer=None,
+        trainer_state={},
+        training_kda_backend={**raw, **raw.get(OWN_KEY, {})}.get("kda_backend"),
+        eos_token_ids=eos_token_ids or config.eos_token_ids,
+        problems=[*problems, *_tie_problems(config, store, tensors)],
+        shards=store.shards,
+        skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
 
 
@@ -103,7 +182,7 @@ def canonical_names(config: KimiK3Config, entries: Mapping[str, T]) -> dict[str,
     return named
 
 
-def same_values(archive: Archive, first: TensorRef, second: TensorRef) -> bool | None:
+def same_values(store: Store, first: TensorRef, second: TensorRef) -> bool | None:
     """Compare two tensors without reading them; None when only reading can tell.
 
     Views of the same numbers are equal. Two whole records of one dtype are equal when the directory's checksums are.
@@ -111,13 +190,13 @@ def same_values(archive: Archive, first: TensorRef, second: TensorRef) -> bool |
     if first.view == second.view:
         return True
     comparable = first.is_whole_record and second.is_whole_record and first.dtype == second.dtype
-    checksums = [archive.record_of(ref.storage).crc for ref in (first, second)]
+    checksums = [store.record_of(ref.storage).crc for ref in (first, second)]
     return checksums[0] == checksums[1] if comparable and all(checksums) else None
 
 
-def real_values(spec: TensorSpec, ref: TensorRef) -> TensorRef:
+def real_values(spec: TensorSpec, ref: StoredTensor) -> StoredTensor:
     """Return the view of a stored tensor that has the shape of the model: of a padded `A_log` the first H values."""
-    if ref.shape == spec.shape:
+    if ref.shape == spec.shape or isinstance(ref, PackedRef):
         return ref
     along = ref.stride[ref.shape.index(max(ref.shape))]
     return TensorRef(spec.shape, ref.dtype, ref.storage, ref.offset, (along,))
@@ -204,7 +283,9 @@ def _tensor_problems(
 
 
 def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Problem]:
-    if not isinstance(entry, TensorRef):
+    if isinstance(entry, LostTensor):
+        return  # the file that should hold it has a problem of its own
+    if not isinstance(entry, StoredTensor):
         message = f"{name} is a {kind_of(entry)}; store it as a dense tensor"
         yield Problem(kind="dtype", name=name, message=message)
         return
@@ -212,18 +293,20 @@ def _entry_problems(name: str, spec: TensorSpec, entry: object) -> Iterator[Prob
         message = f"{name} has shape {list(entry.shape)}; the configuration asks for {list(spec.shape)}"
         yield Problem(kind="shape", name=name, message=message)
     if entry.dtype not in WEIGHT_DTYPES:
-        message = f"{name} is stored as {entry.dtype}; store weights as {', '.join(WEIGHT_DTYPES)}"
+        message = f"{name} is stored as {entry.dtype}; store weights as {', '.join(PLAIN_DTYPES)}"
         yield Problem(kind="dtype", name=name, message=message)
 
 
-def _tied_tables(config: KimiK3Config, tensors: Mapping[str, TensorRef]) -> tuple[TensorRef, TensorRef] | None:
+def _tied_tables(config: KimiK3Config, tensors: Mapping[str, StoredTensor]) -> tuple[TensorRef, TensorRef] | None:
     """Return embedding and head of a tied checkpoint that holds both in comparable form."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if not config.tie_word_embeddings or embedding is None or head is None or embedding.shape != head.shape:
+    if not (config.tie_word_embeddings and isinstance(embedding, TensorRef) and isinstance(head, TensorRef)):
+        return None
+    if embedding.shape != head.shape:
         return None
     return (embedding, head) if {embedding.dtype, head.dtype} <= set(WEIGHT_DTYPES) else None
 
 
-def _tie_problems(config: KimiK3Config, archive: Archive, tensors: Mapping[str, TensorRef]) -> list[Problem]:
+def _tie_problems(config: KimiK3Config, store: Store, tensors: Mapping[str, StoredTensor]) -> list[Problem]:
     tables = _tied_tables(config, tensors)
-    return [tie_problem()] if tables and same_values(archive, *tables) is False else []
+    return [tie_problem()] if tables and same_values(store, *tables) is False else []

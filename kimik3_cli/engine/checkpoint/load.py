@@ -1,31 +1,31 @@
 """Loads a checkpoint into a model: map the file, check everything, build on the meta device, assign, tie."""
 
+import math
 import os
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kimik3_cli.engine.checkpoint.archive import printable_path
 from kimik3_cli.engine.checkpoint.contents import (
-    FORMAT_VERSION,
     Contents,
-    canonical_names,
     read_contents,
     real_values,
     tie_problem,
 )
-from kimik3_cli.engine.checkpoint.reading import equal_values, read_as
-from kimik3_cli.engine.checkpoint.stored import printable
+from kimik3_cli.engine.checkpoint.files import printable_path
+from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as
+from kimik3_cli.engine.checkpoint.stored import StoredTensor, TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+from kimik3_cli.engine.limits import shortened
+from kimik3_cli.engine.memory import machine_bytes, sized
 from kimik3_cli.engine.model.decoder import KimiK3
-from kimik3_cli.errors import CheckpointError
+from kimik3_cli.errors import CheckpointError, TooLargeError
 from kimik3_cli.results import Problem
 
 LISTED_PROBLEMS = 20
@@ -38,9 +38,9 @@ class CheckpointMetadata:
     """What a loaded checkpoint says of itself, and which KDA backend runs it."""
 
     path: str
-    format_version: int
+    format_version: int | None
     step: int | None
-    training_kda_backend: str
+    training_kda_backend: str | None
     inference_kda_backend: str
     parameters: int
     vocab_size: int
@@ -55,21 +55,24 @@ def load_checkpoint_model(
     backend: Literal["chunkwise", "fused"] = "chunkwise",
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
+    max_seq_len: int | None = None,
 ) -> tuple[KimiK3, CheckpointMetadata]:
-    """Load a checkpoint of format version 7 for inference: in eval mode on the device, without gradients.
+    """Load a checkpoint for inference: in eval mode on the device, without gradients.
 
     In fp32 every parameter is float32 whatever was stored; a float32 tensor on the CPU stays a view of the mapped file.
     The trainer state is never touched.
 
     Args:
-        checkpoint_path: the file.
+        checkpoint_path: a file of format version 7, or a Hugging Face directory.
         device: where the model will run: auto, cpu, cuda or cuda:N.
         backend: the KDA backend of inference, whatever the model was trained with.
         precision: see `parameter_dtype`.
+        max_seq_len: a context length in tokens, shorter than the checkpoint's.
 
     Raises:
         RequestError, DeviceError: (ValueErrors) device, backend or precision is unknown or not available here; told
-            before the file is read.
+            before the file is read. max_seq_len is longer than the checkpoint's.
+        TooLargeError: (a ValueError) the weights do not fit into memory; told before they are read.
         CheckpointError: (a ValueError) the file is unreadable, or its tensors are not those of its configuration, all
             of which are named.
         ConfigError: (a CheckpointError) the configuration is wrong.
@@ -78,9 +81,11 @@ def load_checkpoint_model(
     check_precision(target, precision)
     resolve_backend(backend, target)
     contents = read_contents(checkpoint_path)
-    _refuse_problems(contents)
+    config = shortened(contents.config, max_seq_len).with_backend(backend)
+    refuse_problems(contents)
+    _refuse_too_large(contents, target, precision)
     with torch.device("meta"), _SkipInitialisation():
-        model = KimiK3(contents.config.with_backend(backend))
+        model = KimiK3(config)
     model.load_state_dict(_parameters(contents, target, precision), strict=True, assign=True)
     model.tie_head()
     _refuse_unset(model)
@@ -108,47 +113,53 @@ class _SkipInitialisation(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_problems(contents: Contents) -> None:
+def refuse_problems(contents: Contents) -> None:
+    """Refuse a checkpoint that is not what its configuration asks for.
+
+    Raises:
+        CheckpointError: naming what is wrong.
+    """
     problems: list[Problem] = list(contents.problems)
-    if not problems and contents.undecided_tie and not equal_values(contents.archive, *contents.undecided_tie):
+    if not problems and contents.undecided_tie and not equal_values(contents.store, *contents.undecided_tie):
         problems.append(tie_problem())
     if not problems:
         return
     listed = "; ".join(problem.message for problem in problems[:LISTED_PROBLEMS])
     left = len(problems) - LISTED_PROBLEMS
     more = f"; and {left} more, which kimik3 inspect-checkpoint lists" if left > 0 else ""
-    raise CheckpointError(f"{contents.archive.name} does not fit its configuration: {listed}{more}")
+    raise CheckpointError(f"{contents.store.name} does not fit its configuration: {listed}{more}")
+
+
+def _refuse_too_large(contents: Contents, device: torch.device, precision: str) -> None:
+    """Refuse weights that cannot be in memory: on a CPU those that do not stay in the mapped file."""
+    on_cpu = device.type == "cpu"
+    memory = machine_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    needed = 0
+    for name, spec in contents.specs.items():
+        dtype = parameter_dtype(name, spec.shape, precision)
+        if not (on_cpu and _stays_mapped(real_values(spec, contents.tensors[name]), dtype)):
+            needed += math.prod(spec.shape) * dtype.itemsize
+    if needed > memory:
+        what = f"{contents.store.name} needs {sized(needed)} of memory in {precision}; {device} has {sized(memory)}"
+        raise TooLargeError(f"{what}, and kimik3 inspect-checkpoint says what would hold it")
+
+
+def _stays_mapped(ref: StoredTensor, dtype: torch.dtype) -> TypeGuard[TensorRef]:
+    return isinstance(ref, TensorRef) and ref.is_contiguous and number_dtype(ref) == dtype
 
 
 def _parameters(contents: Contents, device: torch.device, precision: str) -> dict[str, Tensor]:
     """Return every parameter by name, one tensor at a time: as it lies in the mapped file where that will do."""
-    mapped = _mapped_tensors(contents)
+    mapped = MappedStore(contents.store)
     parameters = {}
     for name, spec in contents.specs.items():
-        stored = contents.tensors[name]
-        ref = real_values(spec, stored)
+        ref = real_values(spec, contents.tensors[name])
         dtype = parameter_dtype(name, spec.shape, precision)
-        as_it_lies = ref is stored and ref.is_contiguous and getattr(torch, ref.dtype) == dtype
-        tensor = mapped[name].detach() if as_it_lies else read_as(contents.archive, ref, dtype)
+        tensor = mapped.view(ref) if _stays_mapped(ref, dtype) else read_as(contents.store, ref, dtype)
         parameters[name] = tensor.to(device)
     if contents.config.tie_word_embeddings:
         parameters[HEAD] = parameters[EMBEDDING]
     return parameters
-
-
-def _mapped_tensors(contents: Contents) -> Mapping[str, Tensor]:
-    """Map the file; nothing of it is read until a tensor is used."""
-    path = contents.archive.path
-    try:
-        loaded: dict[str, Any] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError, TypeError, OSError) as error:
-        # Torch's advice on pickles, to switch safety off, is not ours.
-        reason = str(error).split(". ")[0] if isinstance(error, RuntimeError) else type(error).__name__
-        message = f"{contents.archive.name} cannot be mapped by torch ({printable(reason)}); copy it or save it again"
-        raise CheckpointError(message) from error
-    if not contents.archive.is_unchanged():
-        raise CheckpointError(f"{contents.archive.name} was replaced while it was read; load it again")
-    return canonical_names(contents.config, loaded["model"])
 
 
 def _refuse_unset(model: KimiK3) -> None:
@@ -160,14 +171,14 @@ def _refuse_unset(model: KimiK3) -> None:
 def _metadata(contents: Contents, model: KimiK3, backend: str) -> CheckpointMetadata:
     config, tokenizer = contents.config, contents.tokenizer
     return CheckpointMetadata(
-        path=printable_path(contents.archive.path),
-        format_version=FORMAT_VERSION,
+        path=printable_path(contents.store.path),
+        format_version=contents.format_version,
         step=contents.step,
-        training_kda_backend=config.kda_backend,
+        training_kda_backend=contents.training_kda_backend,
         inference_kda_backend=backend,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocab_size=config.vocab_size,
-        max_seq_len=config.max_seq_len,
+        max_seq_len=model.config.max_seq_len,
         tokenizer=None if tokenizer is None else tokenizer.model_dump(),
         stripped_prefix=contents.prefix,
     )

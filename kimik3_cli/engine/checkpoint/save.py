@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kimik3_cli.engine.checkpoint.archive import printable_path
 from kimik3_cli.engine.checkpoint.contents import FORMAT_KEYS, FORMAT_VERSION, read_contents
+from kimik3_cli.engine.checkpoint.files import printable_path
+from kimik3_cli.engine.checkpoint.load import refuse_problems
 from kimik3_cli.engine.checkpoint.tensors import HEAD
 from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.engine.replacing import replacing, sync
 from kimik3_cli.errors import CheckpointError
 
 
@@ -51,19 +53,28 @@ def save_checkpoint(
         **({} if tokenizer is None else {"tokenizer": tokenizer}),
         **trainer_state,
     }
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
-        _write(content, unfinished)
-        os.replace(unfinished, target)
-        _sync_folder(target.parent)
-    except CheckpointError as error:
-        message = str(error).replace(printable_path(unfinished), printable_path(path))
-        raise CheckpointError(message) from error.__cause__
+        with replacing(target) as unfinished:
+            with unfinished.open("wb") as file:
+                torch.save(content, file)
+            sync(unfinished)
+            read_back(unfinished, path)
     except (OSError, RuntimeError, TypeError, AttributeError, pickle.PicklingError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{printable_path(path)} could not be written: {reason}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+
+
+def read_back(written: Path, path: str | os.PathLike[str]) -> None:
+    """Read the structure of a checkpoint that has been written and will be moved to `path`.
+
+    Raises:
+        CheckpointError: it cannot be read as it is.
+    """
+    try:
+        refuse_problems(read_contents(written))
+    except CheckpointError as error:
+        message = str(error).replace(printable_path(written), printable_path(path))
+        raise CheckpointError(message) from error.__cause__
 
 
 def _unwrapped(model: nn.Module) -> KimiK3:
@@ -89,20 +100,3 @@ def _weights(model: KimiK3) -> dict[str, Tensor]:
 def _alone(tensor: Tensor) -> Tensor:
     """Return a tensor that owns its storage, because a view would be written with all that it is a view of."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    read_contents(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

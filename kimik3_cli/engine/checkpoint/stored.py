@@ -16,6 +16,8 @@ DTYPES_BY_BYTES = {
 }
 ITEM_BYTES = {dtype: count for count, dtypes in DTYPES_BY_BYTES.items() for dtype in dtypes.split()}
 SHOWN_LENGTH = 200
+# MXFP4 of the OCP microscaling formats: codes of 4 bits, a scale for each 32 of a row.
+PACKED_DTYPE, CODES_PER_BYTE, CODES_PER_SCALE = "mxfp4", 2, 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,19 +60,72 @@ class TensorRef:
         return self.storage.key, self.dtype, self.offset, self.shape, self.stride
 
     @property
+    def storages(self) -> tuple[StorageRef, ...]:
+        """Where the numbers lie."""
+        return (self.storage,)
+
+    @property
     def is_contiguous(self) -> bool:
         """Say whether the elements lie one after the other, in order."""
-        wanted = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != wanted:
-                return False
-            wanted *= size
-        return True
+        wanted = row_major(self.shape)
+        return all(size == 1 or step == way for size, step, way in zip(self.shape, self.stride, wanted, strict=True))
 
     @property
     def is_whole_record(self) -> bool:
         """Say whether the view is its record from first to last byte, in order."""
         return self.is_contiguous and self.nbytes == self.storage.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRef:
+    """A matrix [out, in] stored as MXFP4: two numbers a byte, and a scale for each 32 numbers of a row.
+
+    `codes` is [out, in / 2], `scales` [out, in / 32], both bytes; `reading` has what they mean.
+    """
+
+    codes: TensorRef
+    scales: TensorRef
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in] of the numbers."""
+        rows, code_bytes = self.codes.shape
+        return rows, code_bytes * CODES_PER_BYTE
+
+    @property
+    def dtype(self) -> str:
+        """The name of the format, in the place of a dtype."""
+        return PACKED_DTYPE
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.codes.numel * CODES_PER_BYTE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and the scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        """What two references to the same numbers have in common."""
+        return self.codes.view, self.scales.view
+
+    @property
+    def storages(self) -> tuple[StorageRef, ...]:
+        """Where the codes and the scales lie."""
+        return self.codes.storage, self.scales.storage
+
+
+StoredTensor = TensorRef | PackedRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostTensor:
+    """A tensor that ought to be in a file which is missing or damaged, and which a problem of its own names."""
+
+    file: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +145,16 @@ class Instance:
     refused: bool
 
 
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a tensor whose elements lie one after the other, in order."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))
+
+
 def children(value: object) -> Iterator[tuple[object, object]]:
     """Yield (key or index, value) of everything that one value holds directly."""
     if isinstance(value, dict):
@@ -102,7 +167,7 @@ def children(value: object) -> Iterator[tuple[object, object]]:
 
 def kind_of(value: object) -> str:
     """Name the type of a value for a reader: dtype and shape of a tensor, else the type's name."""
-    if isinstance(value, TensorRef):
+    if isinstance(value, StoredTensor):
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, StorageRef):
         return f"{value.dtype} storage"

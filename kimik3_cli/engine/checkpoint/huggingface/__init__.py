@@ -1,0 +1,1 @@
+"""Hugging Face directories: config.json and safetensors files, as the released models and transformers spell them."""
