@@ -18,13 +18,14 @@ from kimik3_cli.engine.checkpoint.contents import (
     tie_problem,
 )
 from kimik3_cli.engine.checkpoint.files import printable_path
-from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as
+from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as, read_into
 from kimik3_cli.engine.checkpoint.stored import StoredTensor, TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
 from kimik3_cli.engine.limits import shortened
 from kimik3_cli.engine.memory import machine_bytes, sized
 from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.engine.model.layout import place
 from kimik3_cli.errors import CheckpointError, TooLargeError
 from kimik3_cli.results import Problem
 
@@ -134,11 +135,14 @@ def _refuse_too_large(contents: Contents, device: torch.device, precision: str) 
     """Refuse weights that cannot be in memory: on a CPU those that do not stay in the mapped file."""
     on_cpu = device.type == "cpu"
     memory = machine_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    wanted = _wanted(contents, precision)
+    placed = place(wanted, "meta")
     needed = 0
     for name, spec in contents.specs.items():
-        dtype = parameter_dtype(name, spec.shape, precision)
-        if not (on_cpu and _stays_mapped(real_values(spec, contents.tensors[name]), dtype)):
-            needed += math.prod(spec.shape) * dtype.itemsize
+        shape, dtype = wanted[name]
+        ref = real_values(spec, contents.tensors[name])
+        if name in placed or not (on_cpu and _stays_mapped(ref, dtype)):
+            needed += math.prod(shape) * dtype.itemsize
     if needed > memory:
         what = f"{contents.store.name} needs {sized(needed)} of memory in {precision}; {device} has {sized(memory)}"
         raise TooLargeError(f"{what}, and kimik3 inspect-checkpoint says what would hold it")
@@ -148,15 +152,26 @@ def _stays_mapped(ref: StoredTensor, dtype: torch.dtype) -> TypeGuard[TensorRef]
     return isinstance(ref, TensorRef) and ref.is_contiguous and number_dtype(ref) == dtype
 
 
+def _wanted(contents: Contents, precision: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every parameter."""
+    return {name: (spec.shape, parameter_dtype(name, spec.shape, precision)) for name, spec in contents.specs.items()}
+
+
 def _parameters(contents: Contents, device: torch.device, precision: str) -> dict[str, Tensor]:
-    """Return every parameter by name, one tensor at a time: as it lies in the mapped file where that will do."""
+    """Return every parameter by name, one tensor at a time.
+
+    What decoding wants side by side is read; other tensors stay as they lie in the mapped file where that will do.
+    """
     mapped = MappedStore(contents.store)
-    parameters = {}
+    wanted = _wanted(contents, precision)
+    parameters = place(wanted, device)
     for name, spec in contents.specs.items():
-        ref = real_values(spec, contents.tensors[name])
-        dtype = parameter_dtype(name, spec.shape, precision)
-        tensor = mapped.view(ref) if _stays_mapped(ref, dtype) else read_as(contents.store, ref, dtype)
-        parameters[name] = tensor.to(device)
+        ref, dtype = real_values(spec, contents.tensors[name]), wanted[name][1]
+        if name in parameters:
+            read_into(contents.store, ref, parameters[name])
+        else:
+            tensor = mapped.view(ref) if _stays_mapped(ref, dtype) else read_as(contents.store, ref, dtype)
+            parameters[name] = tensor.to(device)
     if contents.config.tie_word_embeddings:
         parameters[HEAD] = parameters[EMBEDDING]
     return parameters

@@ -19,6 +19,7 @@ from kimik3_cli.engine.checkpoint.stored import (
 )
 from kimik3_cli.errors import CheckpointError
 
+ROWS_NUMBERS = 1 << 18  # that `read_into` holds beside its result; more do not stay in the processor's cache
 # E2M1, the numbers of MXFP4: sign, two bits of exponent, one of mantissa. A code is its index.
 CODE_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 # E8M0, the scales: the exponent of two with a bias of 127; 255 is no number.
@@ -58,6 +59,16 @@ def read_as(store: Store, ref: StoredTensor, dtype: torch.dtype) -> Tensor:
         flat[done : done + len(piece)] = piece
         done += len(piece)
     return flat.view(ref.shape)
+
+
+def read_into(store: Store, ref: StoredTensor, out: Tensor) -> None:
+    """Read a matrix into an allocated one [rows,columns] of any layout, dtype and device, some rows at a time."""
+    in_order = isinstance(ref, TensorRef) and ref.is_contiguous
+    count = max(1, ROWS_NUMBERS // out.shape[1]) if in_order else len(out)
+    for start in range(0, len(out), count):
+        stop = min(start + count, len(out))
+        part = ref.rows(start, stop) if isinstance(ref, TensorRef) else ref
+        out[start:stop] = read_as(store, part, out.dtype)
 
 
 def equal_values(store: Store, first: StoredTensor, second: StoredTensor) -> bool:

@@ -54,6 +54,11 @@ class TensorRef:
         """Bytes of the elements of this view."""
         return self.numel * ITEM_BYTES[self.dtype]
 
+    def rows(self, start: int, stop: int) -> "TensorRef":
+        """Return the rows from `start` to before `stop` of a tensor with at least one dimension."""
+        shape, offset = (stop - start, *self.shape[1:]), self.offset + start * self.stride[0]
+        return TensorRef(shape, self.dtype, self.storage, offset, self.stride)
+
     @property
     def view(self) -> tuple[object, ...]:
         """What two references to the same numbers have in common."""

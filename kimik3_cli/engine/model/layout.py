@@ -1,6 +1,7 @@
 """How weights lie in memory: projections of one input side by side, so that decoding reads them in one product.
 
-It only decides speed: every function of the model works with weights wherever they lie.
+It only decides speed: every function of the model works with weights wherever they lie. Routed experts stay where they
+are, because those that no token chooses need not be read at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from torch import Tensor
 SAME_INPUT = (
     ("q_proj", "q_a_proj", "k_proj", "v_proj", "f_a_proj", "b_proj", "kv_a_proj_with_mqa", "g_proj", "g_a_proj"),
     ("gate_proj", "up_proj"),
-    ("w1", "w3"),
     ("lm_head",),
 )
 # A product with one vector reads a large matrix faster when the outputs of an input lie side by side.
