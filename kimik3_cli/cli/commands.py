@@ -1,8 +1,10 @@
 """The commands: values of options -> request -> engine -> sink. Imports that cost time stay inside."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +122,7 @@ def convert(output: Output, values: Values) -> int:
     from kimik3_cli.requests import ConvertRequest
 
     request = ConvertRequest.build(**values)
-    with output.working("reading the checkpoint") as update:
+    with _ended_like_interrupted(), output.working("reading the checkpoint") as update:
         result = run_convert(request, update)
 
     def view() -> Any:
@@ -130,6 +132,16 @@ def convert(output: Output, values: Values) -> int:
 
     output.emit(result, view)
     return 0
+
+
+@contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that half-written files are removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def schema(output: Output, values: Values) -> int:
