@@ -245,7 +245,7 @@ class ConvertResult(Result):
     dtypes: list[DtypeUse]
     dropped: list[str] = Field(
         description="what the source holds and the destination cannot: trainer state by its keys; tokenizer, when its "
-        "files are not on this machine"
+        "files are not on this machine; parts beside the text model, such as vision_tower"
     )
     files: list[ConvertedFile]
 

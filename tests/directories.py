@@ -13,7 +13,7 @@ from tensor_list import tensor_shapes
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-RELEASED = Path(__file__).parent / "conformance" / "released_k3_config.json"
+RELEASED = Path(__file__).parent / "convert" / "released_k3_config.json"
 # What the released K3 has, by its model card and its index.
 RELEASED_SHARDS, RELEASED_TENSORS, RELEASED_VISION_TENSORS = 96, 497_220, 168
 ITEM_BYTES = {"BF16": 2, "F32": 4, "U8": 1}

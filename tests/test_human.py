@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console, Group, RenderableType
 
+from kimik3_cli.render.convert import convert_view
 from kimik3_cli.render.human import generate_facts, inspect_view, logits_view, piece_text, prompt_view
 from kimik3_cli.render.output import one_line, printable
-from kimik3_cli.results import GenerateResult, InspectResult, LogitsResult, StreamPiece
+from kimik3_cli.results import ConvertResult, GenerateResult, InspectResult, LogitsResult, StreamPiece
 
 CHECKPOINT = {
     "path": "last.pt",
@@ -184,3 +185,29 @@ def test_printable_keeps_what_is_harmless() -> None:
 
 def test_one_line_joins_lines() -> None:
     assert one_line("  a\nb\r\n\n  c\u2028d\x0be ") == "a b c d e"
+
+
+def test_a_conversion_shows_what_was_written_and_what_was_not() -> None:
+    page = drawn(
+        convert_view(
+            ConvertResult.model_validate(
+                {
+                    "source": "last.pt",
+                    "destination": HOSTILE,
+                    "layout": "kimi_linear",
+                    "tensors": 1200,
+                    "parameters": 56_412,
+                    "bytes": 112_824,
+                    "dtypes": [{"dtype": "bfloat16", "tensors": 1200, "parameters": 56_412, "bytes": 112_824}],
+                    "dropped": ["step", HOSTILE],
+                    "files": [{"name": "model.safetensors", "bytes": 112_900, "sha256": "ab" * 32}],
+                }
+            )
+        ),
+        width=120,
+    )
+    assert f"{SHOWN}: Kimi Linear directory" in page
+    assert "1,200 tensors, 56,412 parameters (56,412 in bfloat16)" in page
+    assert f"not carried over: step, {SHOWN}" in page
+    assert "ab" * 32 in page
+    assert "\x1b[31m" not in page

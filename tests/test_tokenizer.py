@@ -116,15 +116,26 @@ def test_an_empty_folder_is_a_tokenizer_error(tmp_path: Path) -> None:
         load_tokenizer(Source(str(tmp_path), None, "--tokenizer"))
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run(folder: Path, tmp_path: Path) -> None:
-    """Nor does anybody ask on the terminal whether it should be."""
+def test_code_that_comes_with_a_tokenizer_runs_only_when_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    """Nor does anybody ask on the terminal whether it should run."""
     ran = tmp_path / "ran"
-    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n", encoding="utf-8")
-    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    code = f"""
+from transformers import PreTrainedTokenizerFast
+open({str(ran)!r}, "w")
+class Own(PreTrainedTokenizerFast): pass
+"""
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(TokenizerError, match="cannot be read"):
-        load_tokenizer(Source(str(tmp_path), None, "--tokenizer"))
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    source = Source(str(tmp_path), None, "--tokenizer")
+    with pytest.raises(
+        TokenizerError, match="comes with Python code that it needs; --trust-remote-code runs that code"
+    ):
+        load_tokenizer(source)
     assert not ran.exists()
+    assert load_tokenizer(source, trust_remote_code=True).decode([1, 2]) == "ab"
+    assert ran.exists()
 
 
 def test_text_survives(backend: Tokenizer) -> None:
@@ -144,9 +155,19 @@ def test_special_tokens_are_skipped_in_text_and_named_alone(backend: Tokenizer) 
 
 
 def test_length_is_checked(backend: Tokenizer) -> None:
-    backend.check_length(ALL_BYTES)
+    assert backend.check_length(ALL_BYTES) is None
     with pytest.raises(TokenizerError, match="has 257 tokens, but the checkpoint's vocab_size is 64; give --tokenizer"):
         backend.check_length(64)
+
+
+def test_a_padded_vocabulary_has_to_be_allowed(backend: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match=r"is 300; give .*, or --allow-vocab-padding if the vocabulary was padded"):
+        backend.check_length(300)
+    assert backend.check_length(300, allow_padding=True) == list(range(ALL_BYTES))
+    assert backend.check_length(ALL_BYTES, allow_padding=True) is None
+    with pytest.raises(TokenizerError, match="has 257 tokens, but the checkpoint's vocab_size is 256") as longer:
+        backend.check_length(256, allow_padding=True)
+    assert "--allow-vocab-padding" not in str(longer.value)
 
 
 def test_a_prompt_of_no_token_is_refused(tmp_path: Path) -> None:

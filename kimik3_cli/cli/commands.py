@@ -118,10 +118,11 @@ def bench(output: Output, values: Values) -> int:
 
 def convert(output: Output, values: Values) -> int:
     """Turn a checkpoint into a Hugging Face directory, or back."""
-    from kimik3_cli.engine.convert.service import run_convert
     from kimik3_cli.requests import ConvertRequest
 
     request = ConvertRequest.build(**values)
+    from kimik3_cli.engine.convert.service import run_convert  # a wrong request does not wait for torch
+
     with _ended_like_interrupted(), output.working("reading the checkpoint") as update:
         result = run_convert(request, update)
 

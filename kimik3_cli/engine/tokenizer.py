@@ -1,8 +1,10 @@
 """Find, check and wrap a tokenizer. The only importer of transformers; it knows nothing of models."""
 
+import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -189,13 +191,14 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False, trust_remo
     is_folder = Path(source.name).is_dir()
     offline = "" if is_folder else _why_offline(local_files_only)
     try:
-        backend = AutoTokenizer.from_pretrained(
-            source.name,
-            use_fast=True,
-            revision=source.revision or "main",
-            local_files_only=is_folder or bool(offline),
-            trust_remote_code=trust_remote_code,
-        )
+        with _silent_about_models():
+            backend = AutoTokenizer.from_pretrained(
+                source.name,
+                use_fast=True,
+                revision=source.revision or "main",
+                local_files_only=is_folder or bool(offline),
+                trust_remote_code=trust_remote_code,
+            )
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
         if not trust_remote_code and "trust_remote_code" in str(error):
             found = "comes with Python code that it needs; --trust-remote-code runs that code, if you trust its author"
@@ -207,6 +210,18 @@ def load_tokenizer(source: Source, *, local_files_only: bool = False, trust_remo
             found = f"cannot be loaded ({_reason(error)})"
         raise TokenizerError(f"{_described(source)} {found}; {REMEDY}") from error
     return Tokenizer(backend, source)
+
+
+@contextmanager
+def _silent_about_models() -> Iterator[None]:
+    """Let transformers not warn that the model whose config.json lies beside a tokenizer is none of its own."""
+    logger = logging.getLogger("transformers.configuration_utils")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _checked(source: Source) -> Source:

@@ -9,8 +9,10 @@ import torch
 from checkpoints import mini_config, mk
 from conversions import KIMI_LINEAR, KIMI_LINEAR_LIN, config_of, convert, header_of, tensors_of
 
+from kimik3_cli.engine.checkpoint.huggingface.config import config_from
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.convert.layout import config_json, form_of
+from kimik3_cli.errors import ConfigError
 
 HERE = Path(__file__).parent
 RELEASED: dict[str, Any] = json.loads((HERE / "released_k3_config.json").read_text(encoding="utf-8"))
@@ -136,3 +138,12 @@ def test_no_code_is_promised(tmp_path: Path) -> None:
     mk(tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "a")
     assert "auto_map" not in (tmp_path / "a" / "config.json").read_text(encoding="utf-8")
+
+
+def test_the_object_of_our_own_is_as_strict_as_a_checkpoint() -> None:
+    written = config_json(KimiK3Config.from_dict(mini_config()), "kimi_k3", "float32")
+    assert config_from(written).to_dict() == KimiK3Config.from_dict(mini_config()).to_dict()
+    with pytest.raises(ConfigError, match=r"config.json: kimik3 is 3; it must be an object"):
+        config_from({**written, "kimik3": 3})
+    with pytest.raises(ConfigError, match=r"kda_chunk is not a key of this architecture"):
+        config_from({**written, "kimik3": {"kda_chunk": 64}})

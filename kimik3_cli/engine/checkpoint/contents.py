@@ -276,7 +276,7 @@ def _tensor_problems(
         else:
             yield from _entry_problems(name, spec, named[name])
     for name, entry in named.items():
-        if name not in wanted:
+        if name not in wanted and not isinstance(entry, LostTensor):
             shown = printable(name)
             message = f"{shown} ({kind_of(entry)}) is not part of this model; remove it or correct its name"
             yield Problem(kind="unexpected", name=shown, message=message)

@@ -69,7 +69,7 @@ def run_convert(
         parameters=count_parameters(contents.config, contents.specs).total,
         bytes=sum(tensor.nbytes for tensor in tensors.values()),
         dtypes=_dtype_uses(tensors.values()),
-        dropped=[] if form is None else _dropped(contents, copied),
+        dropped=_dropped(contents, copied),
         files=files,
     )
 
@@ -163,5 +163,7 @@ def _dtype_uses(tensors: Iterable[Outgoing]) -> list[DtypeUse]:
 
 
 def _dropped(contents: Contents, copied: list[Path]) -> list[str]:
-    """Name what a checkpoint holds and a directory does not: trainer state, a tokenizer that is not here."""
-    return [*contents.trainer_state, *(["tokenizer"] if contents.tokenizer and not copied else [])]
+    """Name what stays behind: trainer state, a tokenizer that is not here, parts of a model that are not its text."""
+    tokenizer = ["tokenizer"] if contents.tokenizer and not copied else []
+    parts = dict.fromkeys(name.partition(".")[0] for name in contents.skipped)
+    return [*contents.trainer_state, *tokenizer, *parts]

@@ -140,9 +140,9 @@ def _check_quantization(raw: object) -> None:
     config = raw if isinstance(raw, dict) else {}
     groups = config.get("config_groups")
     listed = [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
-    formats = {config.get("format"), *(each.get("format", PACKED_FORMAT) for each in listed)}
+    formats = {str(config.get("format")), *(str(each.get("format", PACKED_FORMAT)) for each in listed)}
     if config.get("quant_method") != PACKED_METHOD or formats != {PACKED_FORMAT}:
-        found = " ".join(sorted({str(config.get("quant_method")), *map(str, formats)}))
+        found = " ".join([str(config.get("quant_method")), *sorted(formats)])
         raise ConfigError(
             f"config.json: quantization_config is {found}; kimik3 decodes {PACKED_METHOD} {PACKED_FORMAT} only, "
             "so take a directory of bfloat16 weights"
@@ -204,7 +204,8 @@ def _take_feed_forward_kinds(text: Raw) -> None:
 
 
 def _check_kinds(name: str, kinds: object, known: Mapping[str, object]) -> None:
-    strange = [each for each in kinds if each not in known] if isinstance(kinds, list) else [kinds]
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    strange = [each for each in listed if not (isinstance(each, str) and each in known)]
     if strange:
         raise ConfigError(f"config.json: {name} holds {strange[0]!r}; it must be a list of {' and '.join(known)}")
 

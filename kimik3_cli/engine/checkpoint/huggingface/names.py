@@ -55,7 +55,7 @@ def text_tensors(config: KimiK3Config, entries: Mapping[str, Entry]) -> TextTens
         if name.partition(".")[0] in VISION:
             skipped[stored_name] = entry
             continue
-        is_fused = rest in STACKS or name.endswith(CONVOLUTIONS)
+        is_fused = (rest in STACKS or name.endswith(CONVOLUTIONS)) and _comes_apart(rest, entry)
         for part_name, part in _parts(name, entry, config.num_experts or 0) if is_fused else [(name, entry)]:
             if part_name in tensors:
                 problems.append(_double(stored_name, part_name))
@@ -102,6 +102,15 @@ def _parts(name: str, entry: Entry, experts: int) -> Iterator[tuple[str, Named]]
             yield f"{module}.{letter}_conv1d.weight", part
 
 
+def _comes_apart(stack: str, entry: Entry) -> bool:
+    """Say whether a fused tensor has the axes that its parts lie along; else it stays whole, and so is unexpected."""
+    if isinstance(entry, LostTensor):
+        return True
+    if len(entry.shape) != 3:
+        return False
+    return entry.shape[1] % 2 == 0 if stack == STACKS[0] else stack == STACKS[1] or entry.shape[0] % 3 == 0
+
+
 def _along(entry: Entry, count: int) -> Iterator[Entry]:
     """Yield the matrices of a stack [E,rows,columns]."""
     if isinstance(entry, LostTensor):
@@ -113,7 +122,7 @@ def _along(entry: Entry, count: int) -> Iterator[Entry]:
 
 
 def _split(entry: Entry, count: int) -> Iterator[Entry]:
-    """Yield `count` equal parts along the first axis; rows left over are dropped, and so make a wrong shape."""
+    """Yield `count` equal parts along the first axis."""
     if isinstance(entry, LostTensor):
         yield from [entry] * count
         return
