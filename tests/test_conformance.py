@@ -13,7 +13,7 @@ from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.generation import generate_tokens, next_token_logits
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
-from kimik3_cli.engine.kda.gates import log_decay
+from kimik3_cli.engine.kda.gates import decay_rate, log_decay
 from kimik3_cli.engine.kda.recurrent import kda_recurrent
 from kimik3_cli.engine.model.decoder import DecoderLayer, KimiK3
 from kimik3_cli.engine.model.ffn import LatentMoe, Router
@@ -115,7 +115,7 @@ def test_shortconv() -> None:
 def test_kda_decay() -> None:
     data = operator("kda_decay")
     z = (data["z"] + data["dt_bias"]).unflatten(-1, (4, 16))
-    g = log_decay(z, data["A_log"], -5.0)
+    g = log_decay(z, decay_rate(data["A_log"], -5.0), -5.0)
     assert_within(g, data["g"], OPERATOR)
     assert_within(g.exp(), data["alpha"], OPERATOR)
 

@@ -16,7 +16,7 @@ class KdaConstants(NamedTuple):
     """What a layer applies to every token; all float32."""
 
     taps: Tensor  # [c,3*H*K], the newest input's last
-    a_log: Tensor  # [H]
+    rate: Tensor  # [H,1], see `decay_rate`
     lower_bound: float | None  # see `log_decay`
     out_weight: Tensor  # [K], sqrt(K) * the weight of the output's RMSNorm
     out_floor: Tensor  # [], K * sqrt(eps) of that norm
@@ -45,7 +45,7 @@ def kda_decode(
     tail.copy_(window[:, 1:])
     mixed = F.silu((window * constants.taps).sum(1)).view(batch, 3, heads, size)
     q, k = l2_normalise(mixed[:, :2]).unbind(1)  # [B,H,K]
-    decay = log_decay(z, constants.a_log, constants.lower_bound).exp_()
+    decay = log_decay(z, constants.rate, constants.lower_bound).exp_()
     state = memory.view(batch * heads, size, size).mul_(decay.view(-1, size, 1))
     key = k.reshape(-1, 1, size)  # [B*H,1,K]
     error = torch.baddbmm(mixed[:, 2].reshape(-1, 1, size), key, state, alpha=-1)  # [B*H,1,K]

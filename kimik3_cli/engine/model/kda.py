@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kimik3_cli.engine.cache import KdaState
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
-from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
+from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
 
 
@@ -89,7 +89,7 @@ class KdaAttention(nn.Module):
         mixed, tail = short_conv(qkv, self.taps(), None if state is None else state.tail)
         q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))  # [B,T,H,K]
         q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)
-        g = log_decay(z, self.A_log, self.gate_lower_bound)
+        g = log_decay(z, decay_rate(self.A_log, self.gate_lower_bound), self.gate_lower_bound)
         initial = None if state is None else state.memory
         o, memory = kda_chunkwise(q, k, v, g, beta, initial, chunk_size=self.chunk_size)
         if state is not None:

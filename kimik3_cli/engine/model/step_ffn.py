@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimik3_cli.engine.model.ffn import DenseFfn, Expert, LatentMoe
 from kimik3_cli.engine.model.layout import joined
-from kimik3_cli.engine.model.step_parts import NormStep, accumulate, project, project_all
+from kimik3_cli.engine.model.step_parts import NormStep, accumulate, project, project_all, project_into
 
 
 class DenseStep:
@@ -35,8 +35,12 @@ class MoeStep:
         self.choose, self.router = layer.gate.choose, layer.gate.weight.float().t()
         self.mixture = layer.mixture
         experts = cast(list[Expert], list(layer.experts))
-        self.experts = [(joined([expert.w1.weight, expert.w3.weight]), expert.w2.weight.t()) for expert in experts]
+        self.experts = [(expert.w1.weight.t(), expert.w3.weight.t(), expert.w2.weight.t()) for expert in experts]
         self.activation = layer.activation
+        # the chosen experts' inner rows lie together, so that the activation runs once over all of them
+        inner = torch.empty(2, layer.gate.chosen, 1, experts[0].w1.weight.shape[0], device=self.router.device)
+        self.gate_rows, self.up_rows = (rows.unbind() for rows in inner)  # k times [1,I]
+        self.inner = inner.squeeze(2).unbind()  # [k,I] twice
         self.shared = DenseStep(layer.shared_experts) if layer.has_shared else None
         self.latent = (
             (layer.routed_expert_down_proj.weight.t(), layer.routed_expert_up_proj.weight.t())
@@ -62,9 +66,10 @@ class MoeStep:
         if len(latent) > 1:
             return total + self.mixture(latent, experts, weights)
         chosen = [self.experts[expert] for expert in experts[0].tolist()]
-        # the activation runs once over all
-        inner = torch.cat([project_all(latent, inputs) for inputs, _ in chosen])  # [k,2*I]
-        rows = torch.split(self.activation(*inner.chunk(2, dim=-1)), 1)
-        for (_, w2), row, weight in zip(chosen, rows, weights[0].tolist(), strict=True):
+        for (w1, w3, _), gate, up in zip(chosen, self.gate_rows, self.up_rows, strict=True):
+            project_into(gate, latent, w1)
+            project_into(up, latent, w3)
+        rows = torch.split(self.activation(*self.inner), 1)
+        for (_, _, w2), row, weight in zip(chosen, rows, weights[0].tolist(), strict=True):
             total = accumulate(total, row, w2, weight)
         return total

@@ -36,6 +36,14 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x.to(weight.dtype), weight).float()
 
 
+def project_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write `project(x, weight)` to out [B,Y] float32."""
+    if weight.dtype is torch.float32:
+        torch.mm(x, weight, out=out)
+    else:
+        out.copy_(torch.mm(x.to(weight.dtype), weight))
+
+
 def project_all(x: Tensor, weights: list[Tensor]) -> Tensor:
     """`project` with each of some weights [X,Y_i], outputs side by side: [B,X] -> [B,sum Y_i] float32."""
     if len(weights) == 1:
