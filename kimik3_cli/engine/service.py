@@ -118,9 +118,10 @@ def _prepare(request: ModelRequest, update: Update) -> _Job:
     keep_freed_memory()
     device = resolve_device(request.device)
     check_precision(device, request.precision)
-    backend = resolve_backend(request.backend, device)
+    resolve_backend(request.backend, device)
     contents = read_contents(request.checkpoint)
-    config = contents.config.with_backend(backend)
+    head_dim = contents.config.linear_attn_config.head_dim
+    config = contents.config.with_backend(resolve_backend(request.backend, device, head_dim))
     if request.prompt is None:
         return _Job(device, config, None, list(request.token_ids or ()))
     from kimik3_cli.engine.tokenizer import find_tokenizer, load_tokenizer

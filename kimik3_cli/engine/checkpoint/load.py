@@ -69,7 +69,7 @@ def load_checkpoint_model(
 
     Raises:
         RequestError, DeviceError: (ValueErrors) device, backend or precision is unknown or not available here; told
-            before the file is read.
+            before the file is read. Or the backend cannot run this model's head size.
         CheckpointError: (a ValueError) the file is unreadable, or its tensors are not those of its configuration, all
             of which are named.
         ConfigError: (a CheckpointError) the configuration is wrong.
@@ -78,6 +78,7 @@ def load_checkpoint_model(
     check_precision(target, precision)
     resolve_backend(backend, target)
     contents = read_contents(checkpoint_path)
+    resolve_backend(backend, target, contents.config.linear_attn_config.head_dim)
     _refuse_problems(contents)
     with torch.device("meta"), _SkipInitialisation():
         model = KimiK3(contents.config.with_backend(backend))

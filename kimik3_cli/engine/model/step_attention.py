@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kimik3_cli.engine.cache import KdaState, MlaState
-from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
+from kimik3_cli.engine.kda.decode import KdaConstants
+from kimik3_cli.engine.kda.dispatch import decode_function
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.mla import MlaAttention
 from kimik3_cli.engine.model.step_parts import NormStep, accumulate, project
@@ -28,6 +29,7 @@ class KdaStep:
         self.gate = [proj.weight.t() for proj in gates]
         self.o = layer.o_proj.weight.t()
         self.heads = (layer.heads, layer.head_dim)
+        self.decode = decode_function(layer.backend)
         self.constants = KdaConstants(
             taps=layer.taps().contiguous(),
             a_log=layer.A_log,
@@ -44,7 +46,7 @@ class KdaStep:
         for weight in self.gate:
             gate = project(gate, weight)
         beta = project(x, self.b)  # [B,H]
-        y = kda_decode(qkv, z, beta, gate.view_as(z), self.constants, state.tail, state.memory)
+        y = self.decode(qkv, z, beta, gate.view_as(z), self.constants, state.tail, state.memory)
         return add_output(total, y.view(len(x), -1), self.o)
 
 
