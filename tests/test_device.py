@@ -7,6 +7,7 @@ import torch
 
 from kimik3_cli.engine import inference_autocast, resolve_device
 from kimik3_cli.engine.device import resolve_backend
+from kimik3_cli.engine.kda import dispatch
 from kimik3_cli.errors import DeviceError, RequestError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -67,12 +68,43 @@ def test_bf16_needs_hardware_that_has_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(inference_autocast(CUDA, "bf16"), torch.autocast)
 
 
-def test_backend() -> None:
+def test_backend_without_cuda() -> None:
     assert resolve_backend(None, CPU) == resolve_backend("chunkwise", CPU) == "chunkwise"
     with pytest.raises(DeviceError, match="'fused', but the fused path needs a CUDA device and the device is 'cpu'"):
         resolve_backend("fused", CPU)
-    with pytest.raises(DeviceError, match="no fused kernels"):
-        resolve_backend("fused", CUDA)
-    assert resolve_backend(None, CUDA) == "chunkwise"
     with pytest.raises(RequestError, match="--backend is 'triton'; give chunkwise or fused"):
         resolve_backend("triton", CPU)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "capability", "head_dim", "reason"),
+    [
+        ("triton", (9, 0), 128, r"the package triton, which is not installed \(pip install triton\)"),
+        ("triton", (7, 5), 8, r"the package triton, which is not installed \(pip install triton\)"),
+        (None, (7, 5), 8, "compute capability 8.0 and Some Card has 7.5"),
+        (None, (9, 0), 8, "a head_dim from 16 to 256 and the model's is 8"),
+        (None, (9, 0), 257, "a head_dim from 16 to 256 and the model's is 257"),
+    ],
+)
+def test_the_first_condition_that_fused_lacks(
+    lacking: str | None, capability: tuple[int, int], head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_machine(monkeypatch, lacking, capability)
+    assert resolve_backend(None, CUDA, head_dim) == resolve_backend("chunkwise", CUDA, head_dim) == "chunkwise"
+    with pytest.raises(DeviceError, match=f"'fused', but the fused path needs {reason}; give chunkwise"):
+        resolve_backend("fused", CUDA, head_dim)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_fused_is_the_default_where_it_can_run(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_machine(monkeypatch, None, capability)
+    for head_dim in (None, 16, 60, 256):
+        assert resolve_backend(None, CUDA, head_dim) == resolve_backend("fused", CUDA, head_dim) == "fused"
+        assert resolve_backend("chunkwise", CUDA, head_dim) == "chunkwise"
+
+
+def cuda_machine(monkeypatch: pytest.MonkeyPatch, lacking: str | None, capability: tuple[int, int]) -> None:
+    """Pretend to have a CUDA device, and not to have the package `lacking`."""
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == lacking else name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Some Card")

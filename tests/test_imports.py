@@ -51,7 +51,12 @@ MAY_IMPORT = {
     "engine.benchmark": {"requests", "results", "engine"},
 }
 # Third-party package -> the only modules that may import it.
-ONLY_IN = {"typer": ("cli",), "rich": ("cli", "render"), "transformers": ("engine.tokenizer",)}
+ONLY_IN = {
+    "typer": ("cli",),
+    "rich": ("cli", "render"),
+    "transformers": ("engine.tokenizer",),
+    "triton": ("engine.kda.fused",),
+}
 
 
 def module_name(path: Path) -> str:

@@ -69,8 +69,15 @@ def inference_autocast(device: torch.device | str, precision: str) -> AbstractCo
     return torch.autocast("cuda", dtype=torch.bfloat16)
 
 
-def resolve_backend(name: str | None, device: torch.device) -> Literal["chunkwise", "fused"]:
+def resolve_backend(
+    name: str | None, device: torch.device, head_dim: int | None = None
+) -> Literal["chunkwise", "fused"]:
     """Return the KDA backend: None takes fused where it can run, else chunkwise.
+
+    Args:
+        name: chunkwise, fused or None.
+        device: where the model will run.
+        head_dim: of the model's KDA heads; None while the model is not known yet, which leaves its condition out.
 
     Raises:
         RequestError: (a ValueError) the name is neither.
@@ -80,7 +87,7 @@ def resolve_backend(name: str | None, device: torch.device) -> Literal["chunkwis
         raise RequestError(f"--backend is {name!r}; give chunkwise or fused")
     if name == "chunkwise":
         return "chunkwise"
-    reason = why_not_fused(device)
+    reason = why_not_fused(device, head_dim)
     if name is None:
         return "chunkwise" if reason else "fused"
     if reason:

@@ -120,8 +120,9 @@ def _prepare(request: ModelRequest, update: Update) -> _Job:
     keep_freed_memory()
     device = resolve_device(request.device)
     check_precision(device, request.precision)
-    backend = resolve_backend(request.backend, device)
+    resolve_backend(request.backend, device)
     contents = read_contents(request.checkpoint)
+    backend = resolve_backend(request.backend, device, contents.config.linear_attn_config.head_dim)
     config = shortened(contents.config, request.max_seq_len).with_backend(backend)
     if request.prompt is None:
         return _Job(device, config, None, list(request.token_ids or ()), contents.eos_token_ids, None)

@@ -106,6 +106,7 @@ def test_the_kernel_against_the_float64_recurrence(
     a_log, norm = torch.rand(heads, generator=generator), 1 + torch.rand(size, generator=generator)
     constants = KdaConstants(
         taps=torch.tensor([[0.0], [1.0]]).expand(2, 3 * width),  # the newest input alone
+        a_log=a_log,
         rate=decay_rate(a_log, lower_bound),
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,

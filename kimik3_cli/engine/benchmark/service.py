@@ -38,8 +38,10 @@ def run_bench(request: BenchRequest, update: Update = lambda text: None) -> Benc
     keep_freed_memory()
     device = resolve_device(request.device)
     check_precision(device, request.precision)
-    backend = resolve_backend(request.backend, device)
-    config = _config(request).with_backend(backend)
+    resolve_backend(request.backend, device)
+    config = _config(request)
+    backend = resolve_backend(request.backend, device, config.linear_attn_config.head_dim)
+    config = config.with_backend(backend)
     lengths = _lengths(request, config)
     if request.threads is not None:
         torch.set_num_threads(request.threads)

@@ -72,7 +72,8 @@ def load_checkpoint_model(
 
     Raises:
         RequestError, DeviceError: (ValueErrors) device, backend or precision is unknown or not available here; told
-            before the file is read. max_seq_len is longer than the checkpoint's.
+            before the file is read. Or the backend cannot run this model's head size, or max_seq_len is longer than the
+            checkpoint's.
         TooLargeError: (a ValueError) the weights do not fit into memory; told before they are read.
         CheckpointError: (a ValueError) the file is unreadable, or its tensors are not those of its configuration, all
             of which are named.
@@ -82,6 +83,7 @@ def load_checkpoint_model(
     check_precision(target, precision)
     resolve_backend(backend, target)
     contents = read_contents(checkpoint_path)
+    resolve_backend(backend, target, contents.config.linear_attn_config.head_dim)
     config = shortened(contents.config, max_seq_len).with_backend(backend)
     refuse_problems(contents)
     _refuse_too_large(contents, target, precision)

@@ -16,7 +16,8 @@ class KdaConstants(NamedTuple):
     """What a layer applies to every token; all float32."""
 
     taps: Tensor  # [c,3*H*K], the newest input's last
-    rate: Tensor  # [H,1], see `decay_rate`
+    a_log: Tensor  # [H]
+    rate: Tensor  # [H,1], `decay_rate` of it
     lower_bound: float | None  # see `log_decay`
     out_weight: Tensor  # [K], sqrt(K) * the weight of the output's RMSNorm
     out_floor: Tensor  # [], K * sqrt(eps) of that norm

@@ -1,10 +1,79 @@
-"""Which KDA paths can run where."""
+"""Which KDA paths can run where, and the functions of each: `chunkwise` in PyTorch, `fused` in Triton."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
+from torch import Tensor
+
+from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
+from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
+from kimik3_cli.engine.kda.fused.launch import LARGEST_HEAD, SMALLEST_HEAD
+from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
+
+Backend = Literal["chunkwise", "fused"]
+# q, k, v, z, beta_logits, a_log, dt_bias, initial_state, lower_bound, as `kda_fused` takes them
+Prefill = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]
+]
+Decode = Callable[[Tensor, Tensor, Tensor, Tensor, KdaConstants, Tensor, Tensor], Tensor]
+OLDEST_CAPABILITY = (8, 0)
 
 
-def why_not_fused(device: torch.device) -> str | None:
-    """Return the first condition that the fused path lacks on this device; None when it can run."""
+def why_not_fused(device: torch.device, head_dim: int | None = None) -> str | None:
+    """Return the first condition that the fused path lacks; None when it can run.
+
+    Args:
+        device: where the model will run.
+        head_dim: of the model's KDA heads; None while the model is not known yet.
+    """
     if device.type != "cuda":
         return f"the fused path needs a CUDA device and the device is {str(device)!r}"
-    return "this version of kimik3 has no fused kernels"
+    if find_spec("triton") is None:
+        return "the fused path needs the package triton, which is not installed (pip install triton)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        needed, has = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
+        return f"the fused path needs compute capability {needed} and {torch.cuda.get_device_name(device)} has {has}"
+    if head_dim is not None and not SMALLEST_HEAD <= head_dim <= LARGEST_HEAD:
+        return f"the fused path needs a head_dim from {SMALLEST_HEAD} to {LARGEST_HEAD} and the model's is {head_dim}"
+    return None
+
+
+def prefill_function(backend: Backend, chunk_size: int) -> Prefill:
+    """Return the delta rule over many tokens, from raw gates; `chunk_size` is that of the chunkwise path."""
+    if backend == "fused":
+        from kimik3_cli.engine.kda.fused.prefill import kda_fused
+
+        return kda_fused
+    return partial(_prefill_chunkwise, chunk_size)
+
+
+def decode_function(backend: Backend) -> Decode:
+    """Return the step of one token, in place."""
+    if backend == "fused":
+        from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
+
+        return kda_decode_fused
+    return kda_decode
+
+
+def _prefill_chunkwise(
+    chunk_size: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta_logits: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    lower_bound: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `kda_fused` computes, with `kda_chunkwise`; q, k and v are float32."""
+    heads, key_size = k.shape[-2:]
+    q, k = l2_normalise(q) * key_size**-0.5, l2_normalise(k)
+    g = log_decay(z.float() + dt_bias.view(heads, key_size), decay_rate(a_log, lower_bound), lower_bound)
+    return kda_chunkwise(q, k, v, g, torch.sigmoid(beta_logits), initial_state, chunk_size=chunk_size)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from kimik3_cli.engine.cache import KdaState
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
-from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
+from kimik3_cli.engine.kda.dispatch import prefill_function
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
 
 
@@ -53,7 +52,7 @@ class KdaAttention(nn.Module):
         linear_attn, hidden = config.linear_attn_config, config.hidden_size
         self.heads, self.head_dim = linear_attn.num_heads, linear_attn.head_dim
         self.gate_lower_bound = linear_attn.gate_lower_bound
-        self.chunk_size = config.kda_chunk_size
+        self.backend, self.chunk_size = config.kda_backend, config.kda_chunk_size
         width = self.heads * self.head_dim
         self.q_proj, self.k_proj, self.v_proj = (linear(hidden, width) for _ in range(3))
         kernel = linear_attn.short_conv_kernel_size
@@ -73,8 +72,8 @@ class KdaAttention(nn.Module):
     def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and advanced by T tokens."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).float()  # [B,T,3*H*K]
-        z = self._heads(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias)  # [B,T,H,K]
-        beta = torch.sigmoid(linear_fp32(x, self.b_proj.weight))  # [B,T,H] float32
+        z = self._heads(self.f_b_proj(self.f_a_proj(x)))  # [B,T,H,K], before dt_bias
+        beta = linear_fp32(x, self.b_proj.weight)  # [B,T,H] float32, before the sigmoid
         gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))  # [B,T,H,K]
         with without_autocast(x.device):
             o = self._delta_rule(qkv, z, beta, state)  # [B,T,H,K] float32
@@ -88,10 +87,9 @@ class KdaAttention(nn.Module):
     def _delta_rule(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
         mixed, tail = short_conv(qkv, self.taps(), None if state is None else state.tail)
         q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))  # [B,T,H,K]
-        q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)
-        g = log_decay(z, decay_rate(self.A_log, self.gate_lower_bound), self.gate_lower_bound)
         initial = None if state is None else state.memory
-        o, memory = kda_chunkwise(q, k, v, g, beta, initial, chunk_size=self.chunk_size)
+        delta_rule = prefill_function(self.backend, self.chunk_size)
+        o, memory = delta_rule(q, k, v, z, beta, self.A_log, self.dt_bias, initial, self.gate_lower_bound)
         if state is not None:
             state.tail.copy_(tail)  # not kept as it is: a view would hold on to the whole input
             state.memory.copy_(memory)

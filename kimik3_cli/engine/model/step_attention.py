@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kimik3_cli.engine.cache import KdaState, MlaState
-from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
+from kimik3_cli.engine.kda.decode import KdaConstants
+from kimik3_cli.engine.kda.dispatch import decode_function
 from kimik3_cli.engine.kda.gates import decay_rate
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.layout import joined
@@ -32,8 +33,10 @@ class KdaStep:
         self.gate_b = None if layer.full_rank_gate else layer.g_b_proj.weight.t()
         self.o = layer.o_proj.weight.t()
         self.heads = (layer.heads, layer.head_dim)
+        self.decode = decode_function(layer.backend)
         self.constants = KdaConstants(
             taps=layer.taps().contiguous(),
+            a_log=layer.A_log,
             rate=decay_rate(layer.A_log, layer.gate_lower_bound),
             lower_bound=layer.gate_lower_bound,
             out_weight=layer.o_norm.weight * math.sqrt(layer.head_dim),
@@ -48,7 +51,7 @@ class KdaStep:
         if self.gate_b is not None:
             gate = project(gate, self.gate_b)
         gate = torch.unflatten(gate, -1, self.heads)  # [B,H,K]
-        y = kda_decode(qkv, z, beta, gate, self.constants, state.tail, state.memory)
+        y = self.decode(qkv, z, beta, gate, self.constants, state.tail, state.memory)
         return add_output(total, y.view(len(x), -1), self.o)
 
 

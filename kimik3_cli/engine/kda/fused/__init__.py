@@ -1,0 +1,1 @@
+"""The fused KDA path: Triton kernels, what they are launched with, and the host functions that launch them."""
