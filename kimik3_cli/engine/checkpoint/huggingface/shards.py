@@ -209,15 +209,15 @@ class _Reader:
             if first < end:
                 self._report(name, f"{printable(name)} of {shown} overlaps {printable(before)}; {AGAIN}")
             elif first > end:
-                self._report(name, f"{shown} has {first - end} bytes before {printable(name)} of no tensor; {AGAIN}")
+                self._report(name, f"{shown} has {_bytes(first - end)} before {printable(name)} of no tensor; {AGAIN}")
             end, before = max(end, last), name
         cut = {name for _, last, name in spans if last > size}
         if cut:
-            what = f"{shown} is {end - size} bytes too short for the {len(spans)} tensors that it holds"
+            what = f"{shown} is {_bytes(end - size)} too short for the {len(spans)} tensors that it holds"
             self._report(file, f"{what}, {len(cut)} of which are cut off; {AGAIN}")
             self._lose(cut, file)
         elif size > end:
-            self._report(file, f"{shown} has {size - end} bytes after the last of its {len(spans)} tensors; {AGAIN}")
+            self._report(file, f"{shown} has {_bytes(size - end)} after the last of its {len(spans)} tensors; {AGAIN}")
 
     def compare(self) -> None:
         """Report every tensor on which the files and the index differ."""
@@ -247,6 +247,10 @@ class _Reader:
 
     def _report(self, name: str, message: str) -> None:
         self.problems.append(Problem(kind="shard", name=printable(name), message=message))
+
+
+def _bytes(count: int) -> str:
+    return f"{count} byte" if count == 1 else f"{count} bytes"
 
 
 def _size(value: object) -> int:
