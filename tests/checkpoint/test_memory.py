@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import checkpoint, mini_config
+from directories import config_json, released_name, save_directory
 from tensor_list import tensor_shapes
 
 MEASURE = """
@@ -38,14 +39,18 @@ def measure(what: str, path: Path) -> tuple[int, float]:
     return growth, seconds
 
 
+@pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_second_copy_of_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = tmp_path / "wide.pt"
+def test_no_second_copy_of_the_weights(dtype: torch.dtype, is_directory: bool, tmp_path: Path) -> None:
+    path = tmp_path / "wide"
     config = mini_config(WIDE, LIN)
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in tensor_shapes(config).items()}
     total = 4 * sum(tensor.numel() for tensor in weights.values())
     assert total > 80 * MB
-    torch.save({"format_version": 7, "model_config": config, "model": weights}, path)
+    if is_directory:
+        save_directory(path, config_json(config), {released_name(name): each for name, each in weights.items()}, 2)
+    else:
+        torch.save({"format_version": 7, "model_config": config, "model": weights}, path)
     growth, _ = measure("load", path)
     # The contract allows 100 MB more; a stored copy beside the loaded one would be 40 MB and must show.
     assert growth <= 1.2 * total + 15 * MB

@@ -1,6 +1,5 @@
 """Files that are read: found, opened, read in pieces, mapped; refused with a reason when that cannot be. No torch."""
 
-import json
 import mmap
 import os
 import stat
@@ -8,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from kimik3_cli.errors import CheckpointError
 
@@ -106,9 +107,9 @@ def read_json(path: Path) -> object:
     if len(content) > MAX_JSON_BYTES:
         raise CheckpointError(f"{name} is too large for a JSON file; {AGAIN}")
     try:
-        value: object = json.loads(content)
+        value: object = from_json(content)
         return value
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         reason = "a Git LFS pointer, run git lfs pull" if content.startswith(b"version ") else str(error)
         raise CheckpointError(f"{name} is no JSON ({reason}); {AGAIN}") from None
 

@@ -99,7 +99,7 @@ def test_a_shard_is_cut_by_one_byte(tmp_path: Path) -> None:
     (tmp_path / THIRD).write_bytes(content[:-1])
     count = len(load_file_names(content))
     assert problems(tmp_path) == {
-        THIRD: f"{THIRD} is 1 bytes too short for the {count} tensors that it holds, 1 of which are cut off; "
+        THIRD: f"{THIRD} is 1 byte too short for the {count} tensors that it holds, 1 of which are cut off; "
         "download or copy it again"
     }
 

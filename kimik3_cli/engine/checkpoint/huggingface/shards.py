@@ -5,13 +5,15 @@ the file of every tensor. Every difference between index and files is a problem 
 a directory that is not whole.
 """
 
-import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from kimik3_cli.engine.checkpoint.files import AGAIN, named_file, opened, printable_path, read_json, regular_file
 from kimik3_cli.engine.checkpoint.store import Record
@@ -140,9 +142,7 @@ class _Reader:
     def __init__(self, folder: Path, index: Mapping[str, str] | None) -> None:
         self.folder = folder
         self.index = index
-        self.expected: dict[str, set[str]] = {}  # file -> the tensors that the index puts in it
-        for name, file in (index or {}).items():
-            self.expected.setdefault(file, set()).add(name)
+        self.expected = Counter((index or {}).values())  # file -> how many tensors the index puts in it
         self.files: dict[Path, os.stat_result] = {}
         self.shards: list[Shard] = []
         self.entries: dict[str, TensorRef | LostTensor] = {}
@@ -152,15 +152,15 @@ class _Reader:
 
     def read(self, file: str) -> None:
         """Take in one file."""
-        expected = self.expected.get(file, set())
-        if self.index is not None and file not in self.expected:
+        expected = self.expected[file]
+        if self.index is not None and not expected:
             self._report(file, f"{printable(file)} is not named by {INDEX}; remove the one that is stale")
             return
         try:
             self._take(file)
         except CheckpointError as error:
-            self._report(file, f"{error}; {INDEX} puts {len(expected)} tensors in it" if expected else str(error))
-            self._lose(expected, file)
+            self._report(file, f"{error}; {INDEX} puts {expected} tensors in it" if expected else str(error))
+            self._lose([name for name, where in (self.index or {}).items() if where == file], file)
 
     def _take(self, file: str) -> None:
         path = self.folder / file
@@ -173,7 +173,7 @@ class _Reader:
         for name, fields in header.items():
             ref, first, last = self._tensor(name, fields)
             spans.append((first, last, name))
-            if name in self.entries and name in self.places:
+            if name in self.places:
                 also = self.places[name][0].name
                 self._report(name, f"{printable(name)} is in {printable(also)} and in {printable(file)}; remove one")
             elif ref is None:
@@ -209,40 +209,48 @@ class _Reader:
             if first < end:
                 self._report(name, f"{printable(name)} of {shown} overlaps {printable(before)}; {AGAIN}")
             elif first > end:
-                self._report(name, f"{shown} has {first - end} bytes before {printable(name)} of no tensor; {AGAIN}")
+                self._report(name, f"{shown} has {_bytes(first - end)} before {printable(name)} of no tensor; {AGAIN}")
             end, before = max(end, last), name
         cut = {name for _, last, name in spans if last > size}
         if cut:
-            what = f"{shown} is {end - size} bytes too short for the {len(spans)} tensors that it holds"
+            what = f"{shown} is {_bytes(end - size)} too short for the {len(spans)} tensors that it holds"
             self._report(file, f"{what}, {len(cut)} of which are cut off; {AGAIN}")
             self._lose(cut, file)
         elif size > end:
-            self._report(file, f"{shown} has {size - end} bytes after the last of its {len(spans)} tensors; {AGAIN}")
+            self._report(file, f"{shown} has {_bytes(size - end)} after the last of its {len(spans)} tensors; {AGAIN}")
 
     def compare(self) -> None:
         """Report every tensor on which the files and the index differ."""
         if self.index is None:
             return
+        paths = {path.name: path for path in self.files}
+        named = 0
         for name, file in self.index.items():
-            if name in self.places:
-                found = self.places[name][0].name
-                if found != file:
-                    what = f"{printable(name)} is in {printable(found)}, but {INDEX} puts it in {printable(file)}"
-                    self._report(name, f"{what}; download both again")
-            elif name not in self.entries:
-                self._report(name, f"{printable(name)} is not in {printable(file)}, where {INDEX} puts it; {AGAIN}")
-                self.entries[name] = LostTensor(file)
-        for name in self.places.keys() - self.index.keys():
+            place = self.places.get(name)
+            if place is None:
+                if name not in self.entries:
+                    self._report(name, f"{printable(name)} is not in {printable(file)}, where {INDEX} puts it; {AGAIN}")
+                    self.entries[name] = LostTensor(file)
+                continue
+            named += 1
+            if place[0] is not paths.get(file):
+                what = f"{printable(name)} is in {printable(place[0].name)}, but {INDEX} puts it in {printable(file)}"
+                self._report(name, f"{what}; download both again")
+        for name in self.places.keys() - self.index.keys() if named < len(self.places) else ():
             found = printable(self.places[name][0].name)
             self._report(name, f"{printable(name)} is in {found}, but {INDEX} does not name it; download both again")
 
-    def _lose(self, names: set[str], file: str) -> None:
+    def _lose(self, names: Iterable[str], file: str) -> None:
         for name in names:
             if name not in self.places or self.places[name][0].name == file:
                 self.entries[name] = LostTensor(file)
 
     def _report(self, name: str, message: str) -> None:
         self.problems.append(Problem(kind="shard", name=printable(name), message=message))
+
+
+def _bytes(count: int) -> str:
+    return f"{count} byte" if count == 1 else f"{count} bytes"
 
 
 def _size(value: object) -> int:
@@ -262,8 +270,8 @@ def _read_header(path: Path, status: os.stat_result) -> tuple[dict[str, Any], in
             raise CheckpointError(f"{shown} has no safetensors header: it {what}")
         content = file.read(length)
     try:
-        header = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        header = from_json(content)
+    except ValueError as error:
         raise CheckpointError(
             f"{shown} has a safetensors header that is no JSON ({printable(str(error))}); {AGAIN}"
         ) from None
