@@ -16,6 +16,7 @@ Mode = Literal["greedy", "sample"]
 Precision = Literal["fp32", "bf16"]
 Backend = Literal["chunkwise", "fused"]
 MAX_SEED = 2**63
+MOST_THREADS = 1024
 MAX_DIGITS = 18
 SHOWN_CHARACTERS = 60
 OUTPUT_SUFFIXES = (".npy", ".safetensors", ".pt")
@@ -275,4 +276,6 @@ class BenchRequest(Request):
         ):
             if value is not None and value < 1:
                 raise RequestError(f"{flag} is {value}; give 1 or more")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise RequestError(f"--threads is {self.threads}; give at most {MOST_THREADS}")
         return self

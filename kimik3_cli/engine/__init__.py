@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
     from kimik3_cli.engine.config import KimiK3Config
     from kimik3_cli.engine.device import inference_autocast, resolve_device
-    from kimik3_cli.engine.generation import generate_tokens, next_token_logits
+    from kimik3_cli.engine.generation import generate_tokens, next_token_logits, stream_tokens
     from kimik3_cli.engine.model.decoder import KimiK3
     from kimik3_cli.engine.sampling import select_token
 
@@ -20,6 +20,7 @@ __all__ = [
     "next_token_logits",
     "resolve_device",
     "select_token",
+    "stream_tokens",
 ]
 
 _HOME = {
@@ -31,6 +32,7 @@ _HOME = {
     "next_token_logits": "generation",
     "resolve_device": "device",
     "select_token": "sampling",
+    "stream_tokens": "generation",
 }
 
 

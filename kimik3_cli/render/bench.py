@@ -30,7 +30,8 @@ def _facts(result: BenchResult) -> list[str]:
     counts, machine = result.parameters, result.machine
     cache = "cached" if result.cache else "no cache: every token recomputes its prefix"
     facts = [
-        f"{model}: {counts.total:,} parameters, {counts.active:,} active per token",
+        model,
+        f"{counts.total:,} parameters, {counts.active:,} active per token",
         f"{result.device}, {result.threads} threads, {result.precision}, {result.backend}, {cache}",
         f"machine: reads {machine.read_bytes_per_second / 1e9:.1f} GB/s, "
         f"multiplies matrices at {machine.matrix_flops_per_second / 1e9:.0f} GFLOP/s",
@@ -44,10 +45,12 @@ def _facts(result: BenchResult) -> list[str]:
 
 def _explanation(result: BenchResult) -> str:
     return (
-        f"medians of {result.repeats} rounds (lowest to highest). The floor is what the machine's matrix rate allows "
-        "in prefill, and what reading active weights and cache once a token allows in decode: 1.00 is best."
+        f"Medians of {result.repeats} rounds of {result.runs[0].new_tokens} new tokens, ± half of the spread. The floor "
+        "is what the machine's matrix rate allows in prefill, and what reading active weights and cache once a token "
+        "allows in decode: 1.00 is best."
     )
 
 
 def _spread(spread: Spread, digits: int) -> str:
-    return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f} to {spread.high:,.{digits}f})"
+    half = (spread.high - spread.low) / 2 / spread.median
+    return f"{spread.median:,.{digits}f} ±{half:.0%}"

@@ -1,6 +1,8 @@
 """The benchmark: named models have their sizes, floors are the arithmetic they claim, numbers are plausible."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 import torch
 from checkpoints import mk
 
-from kimik3_cli.engine.benchmark.measure import decode_floor_seconds, prefill_floor_seconds
+from kimik3_cli.engine.benchmark.machine import READ_BYTES
+from kimik3_cli.engine.benchmark.measure import Timing, beside_the_floor, decode_floor_seconds, prefill_floor_seconds
 from kimik3_cli.engine.benchmark.random_model import named_config, random_model
 from kimik3_cli.engine.benchmark.service import run_bench
+from kimik3_cli.engine.checkpoint.save import save_checkpoint
 from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
 from kimik3_cli.errors import RequestError
 from kimik3_cli.requests import BenchRequest
@@ -77,6 +81,43 @@ def test_a_checkpoint_is_measured(no_cache: bool, tmp_path: Path) -> None:
     assert all(rate > 1e8 for rate in printed["machine"].values())
 
 
+def test_figures_of_a_timing_by_hand() -> None:
+    """Medians of an even number of rounds too, and the cache as it is after half of the new tokens."""
+    config = named_config("s-klin")
+    timing = Timing(512, 64, prefill=[0.1, 0.4, 0.2, 0.3], decode=[4e-3, 2e-3], peak_memory_bytes=7)
+    run = beside_the_floor(timing, config, "fp32", RATES)
+    rates = run.prefill_tokens_per_second
+    assert (rates.low, rates.median, rates.high) == pytest.approx((512 / 0.4, 512 / 0.25, 512 / 0.1))
+    assert run.prefill_fraction_of_floor == pytest.approx(prefill_floor_seconds(config, 512, RATES) / 0.25)
+    decode = run.decode_ms_per_token
+    assert (decode.low, decode.median, decode.high) == pytest.approx((2.0, 3.0, 4.0))
+    assert run.decode_fraction_of_floor == pytest.approx(decode_floor_seconds(config, 512 + 32, 4, RATES) / 3e-3)
+    assert run.peak_memory_bytes == 7
+
+
+def test_peak_memory_is_the_models(tmp_path: Path) -> None:
+    """In a process of its own: what loading adds is about the weights, and what measures the machine comes after."""
+    random_size = "s-k3"
+    path = tmp_path / "small.pt"
+    save_checkpoint(path, random_model(random_size))
+    words = ["bench", "--checkpoint", str(path), "--prompt-tokens", "16", "--new-tokens", "2", "--repeats", "1"]
+    done = subprocess.run([sys.executable, "-m", "kimik3_cli", *words], capture_output=True, check=True)
+    result = json.loads(done.stdout)
+    weights, growth = result["load"]["weights_bytes"], result["load"]["peak_memory_growth_bytes"]
+    assert weights == SIZES[random_size][0] * 4
+    assert 0.2 * weights < growth < 1.3 * weights + 30e6
+    assert result["runs"][0]["peak_memory_bytes"] < 900e6 < READ_BYTES
+
+
+def test_lengths_that_do_not_fit_are_left_out_of_the_default_ones(tmp_path: Path) -> None:
+    """Without a cache a length counts as whole chunks: 128 + 40 tokens fill 192, more than fits."""
+    mk(tmp_path / "mini.pt", {"max_seq_len": 190})
+    common = {"checkpoint": tmp_path / "mini.pt", "new_tokens": 40, "repeats": 1}
+    assert [run.prompt_tokens for run in run_bench(BenchRequest.build(**common)).runs] == [128]
+    with pytest.raises(RequestError, match=r"192"):
+        run_bench(BenchRequest.build(**common, no_cache=True))
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -85,6 +126,8 @@ def test_a_checkpoint_is_measured(no_cache: bool, tmp_path: Path) -> None:
         ({"prompt_tokens": "0"}, "--prompt-tokens is '0'; give comma-separated lengths"),
         ({"repeats": 0}, "--repeats is 0; give 1 or more"),
         ({"threads": 0}, "--threads is 0; give 1 or more"),
+        ({"threads": 999999999999}, "--threads is 999999999999; give at most 1024"),
+        ({"random": ""}, "--random is ''; give one of s-k3"),
         ({"new_tokens": 600}, "128 prompt tokens .* 600 = 728"),
     ],
 )

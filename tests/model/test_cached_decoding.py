@@ -1,5 +1,6 @@
 """The state carried between calls: however a sequence is cut, it is the state and the logits of one pass."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,60 @@ def test_rows_of_a_batch_do_not_see_each_other(model_and_run: tuple[KimiK3, Orac
     hidden = torch.cat([model.hidden(part, cache) for part in rows.split([20, 1, 30], dim=1)], dim=1)
     for row, together in zip(rows, hidden, strict=True):
         assert_close(together, model.hidden(row[None])[0])
+
+
+def ways_to_cut(config: dict[str, Any], length: int, cuts: list[int]) -> dict[str, list[int]]:
+    """Name -> pieces of `length` tokens: at the edges of the convolution's history and of chunks, and at `cuts`."""
+    chunk = config.get("kda_chunk_size", 64)
+    kernel = config["linear_attn_config"].get("short_conv_kernel_size", 4)
+    sizes = {"one token": 1, "kernel - 1": kernel - 1, "chunk - 1": chunk - 1, "chunk": chunk, "chunk + 1": chunk + 1}
+    even = {
+        name: [min(size, length - start) for start in range(0, length, size)] for name, size in sizes.items() if size
+    }
+    edges = [0, *sorted({cut % length for cut in cuts} - {0}), length]
+    return even | {"random": [stop - start for start, stop in pairwise(edges)]}
+
+
+@settings(REPEATABLE, max_examples=40)
+@given(
+    config=model_configs(),
+    length=st.integers(1, 140),
+    cuts=st.lists(st.integers(0, 139), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_every_way_to_cut_a_prompt_is_one_pass(
+    config: dict[str, Any], length: int, cuts: list[int], seed: int, folder: Path
+) -> None:
+    """To 2e-5 of the largest logit, for models that float32 itself answers well: others only amplify its rounding."""
+    made, token_ids = checkpoint(config, seed), ids(length, config["vocab_size"], seed)
+    run = oracle_run(made, token_ids)
+    torch.save(made, folder / "cut.pt")
+    model = load(folder / "cut.pt")
+    one_pass = model(torch.tensor([token_ids]))[0, -1]
+    assume(run.routing_gap > CLEAR_ROUTING and relative_difference(one_pass, run.logits[-1]) < 5e-6)
+    for pieces in ways_to_cut(config, length, cuts).values():
+        assert_close(fed(model, token_ids, pieces)[0], one_pass, 2e-5)
+
+
+@settings(REPEATABLE, max_examples=25)
+@given(
+    config=model_configs(),
+    length=st.integers(1, 70),
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_p=st.sampled_from([0.6, 1.0]),
+)
+def test_any_configuration_writes_the_same_with_and_without_a_cache(
+    config: dict[str, Any], length: int, seed: int, temperature: float, top_p: float, folder: Path
+) -> None:
+    made, prompt = checkpoint(config, seed), ids(length, config["vocab_size"], seed)
+    assume(oracle_run(made, prompt).routing_gap > CLEAR_ROUTING)
+    torch.save(made, folder / "same.pt")
+    model = load(folder / "same.pt")
+    for mode in ("greedy", "sample"):
+        options = {"mode": mode, "temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": 8}
+        cached, recomputed = (generate_tokens(model, prompt, use_cache=use, **options) for use in (True, False))
+        assert cached == recomputed
 
 
 @settings(REPEATABLE, max_examples=60)

@@ -10,14 +10,14 @@ from checkpoints import ids, mk
 from comparison import assert_close, load
 from torch import Tensor
 
-from kimik3_cli.engine.generation import generate_tokens, next_token_logits
+from kimik3_cli.engine.generation import generate_tokens, next_token_logits, stream_tokens
 from kimik3_cli.engine.model.decoder import KimiK3
 
 A, B = ids(70, seed=1), ids(45, seed=2)
 FRESH_PROCESS = """
 import sys, torch
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
-from kimik3_cli.engine.generation import generate_tokens, next_token_logits
+from kimik3_cli.engine.generation import generate_tokens, next_token_logits, stream_tokens
 path, ids, threads = sys.argv[1], [int(x) for x in sys.argv[2].split(",")], int(sys.argv[3])
 torch.set_num_threads(threads)
 model = load_checkpoint_model(path, "cpu")[0]
@@ -46,6 +46,20 @@ def test_one_model_asked_again(mini: Path) -> None:
     assert_same(first, again)
     assert_same(between, answer(load(mini), B))
     assert_same(first, answer(load(mini), A))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_interrupted_generation_leaves_the_model_as_it_was(steps: int, mini: Path) -> None:
+    """Closed or broken off between two tokens: the next request has the answers of a fresh model."""
+    model = load(mini)
+    stream = stream_tokens(model, A, max_new_tokens=6, eos_id=63)
+    for _ in range(steps):
+        next(stream)
+    stream.close()
+    with pytest.raises(KeyboardInterrupt):
+        stream_tokens(model, B, max_new_tokens=6, eos_id=63).throw(KeyboardInterrupt)
+    assert_same(answer(model, B), answer(load(mini), B))
+    assert_same(answer(model, A), answer(load(mini), A))
 
 
 def test_fresh_process(mini: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What this machine can do at best: memory bandwidth and matrix rate, measured once at the same thread count."""
 
+import re
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -49,4 +51,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory so far: what a CUDA device has allocated; on the CPU, what was resident of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # where ru_maxrss counts what the starting process held
+        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+        if peak:
+            return int(peak[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -32,16 +33,20 @@ def prefill_floor_seconds(config: KimiK3Config, tokens: int, rates: MachineRates
     return 2 * active * tokens / rates.matrix_flops_per_second
 
 
-def bench_length(
-    model: KimiK3,
-    prompt_tokens: int,
-    new_tokens: int,
-    repeats: int,
-    rates: MachineRates,
-    *,
-    use_cache: bool,
-    precision: str,
-) -> BenchRun:
+@dataclass(frozen=True)
+class Timing:
+    """What rounds of one prompt length took: seconds of each prefill, seconds a token of each decoding."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill: list[float]
+    decode: list[float]
+    peak_memory_bytes: int
+
+
+def time_length(
+    model: KimiK3, prompt_tokens: int, new_tokens: int, repeats: int, use_cache: bool, precision: str
+) -> Timing:
     """Time prefill of `prompt_tokens` random ids and decoding of `new_tokens` after them, `repeats` times each.
 
     One untimed round comes first. Without a cache every new token recomputes the whole prefix.
@@ -49,18 +54,26 @@ def bench_length(
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
     rounds = [_one_round(model, prompt, new_tokens, use_cache, precision) for _ in range(repeats + 1)][1:]
-    prefill_seconds = statistics.median(prefill for prefill, _ in rounds)
-    decode_seconds = statistics.median(decode for _, decode in rounds)
+    prefill, decode = (list(seconds) for seconds in zip(*rounds, strict=True))
+    return Timing(prompt_tokens, new_tokens, prefill, decode, peak_memory_bytes(model.device))
+
+
+def beside_the_floor(timing: Timing, config: KimiK3Config, precision: str, rates: MachineRates) -> BenchRun:
+    """Set the medians of a timing beside the floors; the cache counts as it is after half of the new tokens."""
     weight_bytes = 2 if precision == "bf16" else 4
-    context = prompt_tokens + new_tokens // 2
+    context = timing.prompt_tokens + timing.new_tokens // 2
+    prefill, decode = _spread(timing.prefill), _spread(timing.decode)
+    tokens = timing.prompt_tokens
     return BenchRun(
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        prefill_tokens_per_second=_spread([prompt_tokens / prefill for prefill, _ in rounds]),
-        prefill_fraction_of_floor=prefill_floor_seconds(model.config, prompt_tokens, rates) / prefill_seconds,
-        decode_ms_per_token=_spread([decode * 1e3 for _, decode in rounds]),
-        decode_fraction_of_floor=decode_floor_seconds(model.config, context, weight_bytes, rates) / decode_seconds,
-        peak_memory_bytes=peak_memory_bytes(model.device),
+        prompt_tokens=tokens,
+        new_tokens=timing.new_tokens,
+        prefill_tokens_per_second=Spread(
+            median=tokens / prefill.median, low=tokens / prefill.high, high=tokens / prefill.low
+        ),
+        prefill_fraction_of_floor=prefill_floor_seconds(config, tokens, rates) / prefill.median,
+        decode_ms_per_token=Spread(median=decode.median * 1e3, low=decode.low * 1e3, high=decode.high * 1e3),
+        decode_fraction_of_floor=decode_floor_seconds(config, context, weight_bytes, rates) / decode.median,
+        peak_memory_bytes=timing.peak_memory_bytes,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kimik3_cli.engine.allocator import keep_freed_memory
 from kimik3_cli.engine.benchmark.machine import peak_memory_bytes
-from kimik3_cli.engine.benchmark.measure import bench_length, machine_rates
+from kimik3_cli.engine.benchmark.measure import beside_the_floor, machine_rates, time_length
 from kimik3_cli.engine.benchmark.random_model import named_config, random_model
 from kimik3_cli.engine.checkpoint.contents import read_contents
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
@@ -17,6 +17,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
 from kimik3_cli.engine.limits import check_generation, shortened
 from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.errors import RequestError
 from kimik3_cli.requests import BenchRequest
 from kimik3_cli.results import BenchResult, LoadFigures
 
@@ -25,7 +26,9 @@ DEFAULT_LENGTHS = (128, 512, 2048)
 
 
 def run_bench(request: BenchRequest, update: Update = lambda text: None) -> BenchResult:
-    """Measure this machine, then loading, prefill and decoding of one model on it.
+    """Measure loading, prefill and decoding of one model, then the machine that it ran on.
+
+    The machine comes last, because measuring it takes more memory than most models and would hide what they take.
 
     Args:
         request: what to measure.
@@ -45,26 +48,17 @@ def run_bench(request: BenchRequest, update: Update = lambda text: None) -> Benc
     lengths = _lengths(request, config)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    update("measuring the machine")
-    rates = machine_rates(device)
     update("loading the model")
     model, load = _model(request, device, backend)
-    runs = []
+    use_cache, precision = not request.no_cache, request.precision
+    timings = []
     for length in lengths:
         update(f"running {length} prompt tokens")
-        runs.append(
-            bench_length(
-                model,
-                length,
-                request.new_tokens,
-                request.repeats,
-                rates,
-                use_cache=not request.no_cache,
-                precision=request.precision,
-            )
-        )
+        timings.append(time_length(model, length, request.new_tokens, request.repeats, use_cache, precision))
+    update("measuring the machine")
+    rates = machine_rates(device)
     return BenchResult(
-        checkpoint=None if request.random else str(request.checkpoint),
+        checkpoint=None if request.random is not None else str(request.checkpoint),
         random=request.random,
         device=str(device),
         backend=backend,
@@ -75,12 +69,12 @@ def run_bench(request: BenchRequest, update: Update = lambda text: None) -> Benc
         parameters=count_parameters(config, tensor_specs(config)),
         machine=rates,
         load=load,
-        runs=runs,
+        runs=[beside_the_floor(timing, config, request.precision, rates) for timing in timings],
     )
 
 
 def _config(request: BenchRequest) -> KimiK3Config:
-    config = named_config(request.random) if request.random else read_contents(request.checkpoint).config
+    config = named_config(request.random) if request.random is not None else read_contents(request.checkpoint).config
     return shortened(config, request.max_seq_len)
 
 
@@ -95,16 +89,21 @@ def _lengths(request: BenchRequest, config: KimiK3Config) -> list[int]:
         for length in request.prompt_tokens:
             check(length)
         return request.prompt_tokens
-    fitting = [length for length in DEFAULT_LENGTHS if length + request.new_tokens <= config.max_seq_len]
-    if not fitting:
-        check(DEFAULT_LENGTHS[0])
+    fitting = []
+    for length in DEFAULT_LENGTHS:
+        try:
+            check(length)
+            fitting.append(length)
+        except RequestError:
+            if length == DEFAULT_LENGTHS[0]:
+                raise
     return fitting
 
 
 def _model(
     request: BenchRequest, device: torch.device, backend: Literal["chunkwise", "fused"]
 ) -> tuple[KimiK3, LoadFigures | None]:
-    if request.random:
+    if request.random is not None:
         return random_model(request.random, device, backend), None
     before = peak_memory_bytes(device)
     start = time.perf_counter()
