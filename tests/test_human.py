@@ -135,6 +135,20 @@ def test_inspection_is_a_tree() -> None:
     assert drawn(inspect_view(inspected(records_verified=3))).endswith("└── no problems\n")
 
 
+def test_a_directory_shows_its_files_and_what_would_hold_it() -> None:
+    memory = {**inspected().memory.model_dump(), "fits": False, "advice": "the weights need 11.1 TB"}
+    shards = [{"name": f"model-{number}.safetensors", "bytes": 10, "tensors": 600} for number in (1, 2)]
+    values: dict[str, Any] = {"format_version": None, "shards": shards, "skipped": {"tensors": 168, "bytes": 9000}}
+    picture = drawn(inspect_view(inspected(**values, memory=memory, records_verified=0, stripped_prefix="model.")))
+    assert picture.startswith("last.pt  297 kB, Hugging Face directory\n")
+    assert "the weights need 11.1 TB" in picture
+    assert "2 safetensors files with 1,200 tensors" in picture
+    assert "168 vision tensors skipped, 9 kB" in picture
+    assert "prefix model. stripped from most names" in picture
+    assert "values read; safetensors has no checksums" in picture
+    assert "trainer" not in picture
+
+
 def test_problems_are_all_listed() -> None:
     problems = [{"kind": "missing", "name": f"t{i}", "message": f"t{i} is missing"} for i in range(300)]
     picture = drawn(inspect_view(inspected(problems=problems)))

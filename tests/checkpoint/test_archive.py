@@ -74,7 +74,7 @@ FILES: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda path: path.write_bytes(b"<HTML><body>404"), "HTML page", "download the file itself"),
     (old_torch, "before torch 1.6", "save it again"),
     (bare_pickle, "bare pickle", "torch.save"),
-    (lambda path: save_file({"a": torch.ones(2)}, path), "safetensors", "format version 7"),
+    (lambda path: save_file({"a": torch.ones(2)}, path), "safetensors", "the directory that holds it"),
     (lambda path: path.write_bytes(b"GGUF\x03\x00\x00\x00"), "GGUF", "format version 7"),
     (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5", "format version 7"),
     (lambda path: path.write_bytes(gzip.compress(b"something")), "gzip", "decompress"),

@@ -33,7 +33,7 @@ def what_it_is(file: BinaryIO, file_size: int) -> str:
     if head[0] == 0x80 and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "is a bare pickle; save the checkpoint with torch.save"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= file_size - 8:
-        return f"is a safetensors file; {NEEDED}"
+        return "is a safetensors file; give the directory that holds it and its config.json"
     if not any(head):
         return "starts with zeros: the download or the save did not finish; copy or save it again"
     return f"is not a zip archive (it starts with {head[:8]!r}), so no torch.save file; check the path"

@@ -67,6 +67,10 @@ def changed(**changes: Any) -> dict[str, Any]:
     }
 
 
+def nested(**outer: Any) -> dict[str, Any]:
+    return {**config_json(mini_config()), **outer}
+
+
 def test_the_released_k3() -> None:
     config = config_from(json.loads(RELEASED.read_text(encoding="utf-8")))
     assert (config.num_hidden_layers, config.num_experts, config.attn_res_block_size) == (93, 896, 12)
@@ -112,6 +116,13 @@ def test_a_nested_file_reads_as_the_trainers_configuration() -> None:
     assert config_from(config_json(mini_config())) == KimiK3Config.from_dict(mini_config())
 
 
+def test_the_outer_level_speaks_where_the_inner_one_is_silent() -> None:
+    raw = nested(eos_token_id=[5, 0], tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="5")
+    del raw["text_config"]["tie_word_embeddings"]
+    config = config_from(raw)
+    assert (config.eos_token_ids, config.tie_word_embeddings) == ((5, 0), True)
+
+
 def test_the_names_of_transformers() -> None:
     """Both sets of names that its releases write, the layers as lists of kinds, and both at once."""
     kinds = ["full_attention" if layer % 4 == 0 or layer == 27 else "linear_attention" for layer in range(1, 28)]
@@ -152,10 +163,6 @@ def test_keys_that_transformers_writes_everywhere(key: str) -> None:
     assert config_from({**KIMI_LINEAR, key: "anything"}) == config_from(KIMI_LINEAR)
 
 
-def nested(**outer: Any) -> dict[str, Any]:
-    return {**config_json(mini_config()), **outer}
-
-
 @pytest.mark.parametrize(
     ("raw", "what"),
     [
@@ -179,7 +186,8 @@ def nested(**outer: Any) -> dict[str, Any]:
         (changed(mla_use_nope=False), "mla_use_nope is False; this architecture has only True"),
         (changed(vocab_size="many"), "vocab_size is 'many'"),
         (changed(vocab_size=None), "vocab_size is missing"),
-        (nested(tie_word_embeddings=True), "tie_word_embeddings is True, in text_config False; make them agree"),
+        (nested(tie_word_embeddings=True), "tie_word_embeddings is True, but text_config.tie_word_embeddings is False"),
+        (nested(hidden_size=64), "hidden_size is 64, but text_config.hidden_size is 32; make them agree"),
         (changed(quantization_config={"quant_method": "fp8"}), "quantization_config is fp8 None; kimik3 decodes"),
         (changed(quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
         (changed(quantization_config=[4]), "quantization_config is None None"),

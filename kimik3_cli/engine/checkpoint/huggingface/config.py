@@ -46,10 +46,12 @@ LINEAR_SYNONYMS = {
 }
 LAYER_KINDS = {"linear_attention": "kda_layers", "full_attention": "full_attn_layers"}
 FEED_FORWARD_KINDS = {"dense": False, "sparse": True}
-# Keys of the outer level of a nested file that describe what a text model does not have.
-OUTER_KEYS = frozenset({"ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config"})
-# Keys that the outer level of a nested file may hold for the text model.
-SHARED_KEYS = ("tie_word_embeddings", "pad_token_id", "eos_token_id", "quantization_config")
+# Keys of the outer level of a nested file that are not for the text model: its own part, and what it does not have.
+OUTER_KEYS = frozenset(
+    {"text_config", "ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config"}
+)
+# Keys that may stand at both levels of a nested file, and must agree if they do.
+DECIDING_KEYS = frozenset({*KimiK3Config.model_fields, "quantization_config"})
 # What transformers writes into every config.json, and decides nothing about the logits of this architecture.
 _GENERIC = """
     _attn_implementation _name_or_path add_cross_attention bad_words_ids begin_suppress_tokens
@@ -125,13 +127,10 @@ def _text_part(raw: Mapping[str, Any]) -> Raw:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ConfigError(f"config.json has model_type {NESTED} and no text_config object; copy the file again")
-    text = dict(text)
-    for key in SHARED_KEYS:
-        if key in raw and raw[key] != text.setdefault(key, raw[key]):
-            raise ConfigError(f"config.json: {key} is {raw[key]!r}, in text_config {text[key]!r}; make them agree")
-    outer = {key: value for key, value in raw.items() if key not in OUTER_KEYS and key not in SHARED_KEYS}
-    # what is left must be known or ignored, like a key of the text model, and changes nothing there
-    return {**{key: value for key, value in outer.items() if key != "text_config"}, **text}
+    outer = {key: value for key, value in raw.items() if key not in OUTER_KEYS}
+    for key in sorted(outer.keys() & text.keys() & DECIDING_KEYS):
+        _agree(key, outer[key], f"text_config.{key}", text[key])
+    return {**outer, **text}
 
 
 def _check_quantization(raw: object) -> None:
