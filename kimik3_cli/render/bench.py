@@ -45,9 +45,9 @@ def _facts(result: BenchResult) -> list[str]:
 
 def _explanation(result: BenchResult) -> str:
     return (
-        f"Medians of {result.repeats} rounds of {result.runs[0].new_tokens} new tokens, ± half of the spread. The floor "
-        "is what the machine's matrix rate allows in prefill, and what reading active weights and cache once a token "
-        "allows in decode: 1.00 is best."
+        f"Medians of {result.repeats} rounds of {result.runs[0].new_tokens} new tokens, ± half of the spread. The "
+        "floor is what the machine's matrix rate allows in prefill, and what reading active weights and cache once a "
+        "token allows in decode: 1.00 is best."
     )
 
 

@@ -15,7 +15,6 @@ from strategies import REPEATABLE, model_configs
 from kimik3_cli.engine.cache import DecodeCache
 from kimik3_cli.engine.checkpoint.load import parameter_dtype
 from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
-from kimik3_cli.engine.kda.gates import decay_rate
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.engine.model.step import DecodeStep
 from kimik3_cli.errors import RequestError
@@ -107,7 +106,6 @@ def test_the_kernel_against_the_float64_recurrence(
     constants = KdaConstants(
         taps=torch.tensor([[0.0], [1.0]]).expand(2, 3 * width),  # the newest input alone
         a_log=a_log,
-        rate=decay_rate(a_log, lower_bound),
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,
         out_floor=torch.tensor(size * 1e-5**0.5),

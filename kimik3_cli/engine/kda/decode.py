@@ -3,24 +3,30 @@
 Letters: B batch, H heads, K head size (keys and values alike), c convolution kernel.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimik3_cli.engine.kda.gates import l2_normalise, log_decay
+from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
 
 
-class KdaConstants(NamedTuple):
+@dataclass(frozen=True)
+class KdaConstants:
     """What a layer applies to every token; all float32."""
 
     taps: Tensor  # [c,3*H*K], the newest input's last
     a_log: Tensor  # [H]
-    rate: Tensor  # [H,1], `decay_rate` of it
     lower_bound: float | None  # see `log_decay`
     out_weight: Tensor  # [K], sqrt(K) * the weight of the output's RMSNorm
     out_floor: Tensor  # [], K * sqrt(eps) of that norm
+
+    @cached_property
+    def rate(self) -> Tensor:
+        """`decay_rate` of the layer, [H,1]."""
+        return decay_rate(self.a_log, self.lower_bound)
 
 
 def kda_decode(

@@ -12,7 +12,6 @@ from torch import Tensor
 from kimik3_cli.engine.cache import KdaState, MlaState
 from kimik3_cli.engine.kda.decode import KdaConstants
 from kimik3_cli.engine.kda.dispatch import decode_function
-from kimik3_cli.engine.kda.gates import decay_rate
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.layout import joined
 from kimik3_cli.engine.model.mla import MlaAttention
@@ -37,7 +36,6 @@ class KdaStep:
         self.constants = KdaConstants(
             taps=layer.taps().contiguous(),
             a_log=layer.A_log,
-            rate=decay_rate(layer.A_log, layer.gate_lower_bound),
             lower_bound=layer.gate_lower_bound,
             out_weight=layer.o_norm.weight * math.sqrt(layer.head_dim),
             out_floor=torch.tensor(layer.head_dim * math.sqrt(layer.o_norm.eps)),

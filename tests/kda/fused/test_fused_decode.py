@@ -1,5 +1,6 @@
 """The fused decode step equals a float64 step and `kda_decode`, in place, for any size, batch and kernel width."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -90,9 +91,9 @@ def assert_step(layer: Layer, token: Token) -> None:
 @pytest.mark.parametrize("size", [16, 17, 24, 60, 96, 100, 128, 255, 256])
 def test_sizes_between_guards(size: int, lower_bound: float | None) -> None:
     layer, token = make_layer(1, 2, size, 4, lower_bound), make_token(1, 2, size, seed=1)
-    tensors = {name: between_guards(x) for name, x in layer.constants._asdict().items() if name in GUARDED}
+    tensors = {name: between_guards(x) for name, x in vars(layer.constants).items() if name in GUARDED}
     layer = Layer(
-        layer.constants._replace(**tensors), layer.norm, between_guards(layer.tail), between_guards(layer.memory)
+        replace(layer.constants, **tensors), layer.norm, between_guards(layer.tail), between_guards(layer.memory)
     )
     token = Token(*(between_guards(x) for x in token))
     assert_step(layer, token)
@@ -128,7 +129,7 @@ def test_slow_decay_keeps_its_precision() -> None:
     z, quiet = torch.full((1, 1, 16), -9.4334), torch.full((1, 1), -200.0)
     for seed in range(128):
         token = make_token(1, 1, 16, seed)._replace(z=z, beta=quiet)
-        kda_decode_fused(*token, layer.constants._replace(a_log=torch.zeros(1)), layer.tail, layer.memory)
+        kda_decode_fused(*token, replace(layer.constants, a_log=torch.zeros(1)), layer.tail, layer.memory)
         expected = expected * (-softplus(z.double())).exp()[..., None]
     assert_close(layer.memory, expected, 5e-7)
 
