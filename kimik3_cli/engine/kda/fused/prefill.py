@@ -3,6 +3,8 @@
 Letters: B batch, T time, H heads, K key channels, V value channels, C chunk, N chunks, M = B*H*N.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from kimik3_cli.engine.kda.fused.operands import (
     token_rows,
 )
 from kimik3_cli.engine.kda.fused.prefill_kernels import chunk_local, chunk_walk
+from kimik3_cli.errors import RequestError
 
 
 def kda_fused(
@@ -52,10 +55,15 @@ def kda_fused(
         output [B,T,H,V] and the final state [B,H,K,V], float32.
 
     Raises:
-        RequestError, DeviceError: (ValueErrors) see `check_operands`, `check_head_sizes`.
+        RequestError, DeviceError: (ValueErrors) see `check_operands`, `check_head_sizes`; or there is no token, or
+            no such precision.
     """
     batch, time, heads, key_size = k.shape
     value_size = v.shape[-1]
+    if time < 1:
+        raise RequestError("k holds no token; give at least one")
+    if input_precision not in get_args(Precision):
+        raise RequestError(f"input_precision is {input_precision!r}; give ieee, tf32 or tf32x3")
     check_head_sizes(key_size, value_size)
     if initial_state is None:
         initial_state = torch.zeros(batch, heads, key_size, value_size, device=k.device)
