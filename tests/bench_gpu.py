@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fused_cases import CASES, DECODE_CASES, decode_error, fresh_decode, fresh_prefill, prefill_error
+from fused_cases import (
+    CASES,
+    DECODE_CASES,
+    DecodeCase,
+    PrefillCase,
+    decode_error,
+    fresh_decode,
+    fresh_prefill,
+    prefill_error,
+)
 from torch import Tensor
 
 from kimik3_cli.engine.benchmark.machine import median_seconds
@@ -32,8 +41,7 @@ from kimik3_cli.engine.kda.fused.launch import CHUNK, Precision, padded
 
 Figure = dict[str, Any]
 """One line of the table: "what", and named numbers; a name that ends in _ms is a time."""
-Stage = Callable[[torch.device], Iterator[Figure]]
-BOUND = 1e-4
+Stage = Callable[[torch.device], Iterator[Figure]]  # the workload has a default
 REPEATS = 20
 COPY_BYTES = 1 << 30
 PREFILLS = ((1, 8192, 96, 128), (2, 16384, 16, 128))  # B, T, H, K
@@ -43,8 +51,11 @@ COLD_BYTES = 1 << 30  # states that are walked through before one is met again, 
 MODEL, PROMPT, NEW = "m-k3", 2048, 64
 
 
-class Limits(NamedTuple):
-    """What is measured; a test on the CPU takes less."""
+class Workload(NamedTuple):
+    """What is checked and measured; a test on the CPU takes less."""
+
+    cases: tuple[PrefillCase, ...] = CASES
+    decode_cases: tuple[DecodeCase, ...] = DECODE_CASES
 
     copy_bytes: int = COPY_BYTES
     cold_bytes: int = COLD_BYTES
@@ -54,6 +65,9 @@ class Limits(NamedTuple):
     model: str = MODEL
     prompt: int = PROMPT
     new: int = NEW
+
+
+WHOLE = Workload()
 
 
 # --- floors: what has to be moved and computed at least ---
@@ -122,9 +136,9 @@ def beside_floor(figure: Figure, moved: int, bandwidth: float) -> Figure:
 # --- stages ---
 
 
-def measure_machine(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def measure_machine(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    yield {"what": "device", "name": name, "copy_gb_s": copy_bandwidth(device, limits.copy_bytes) / 1e9}
+    yield {"what": "device", "name": name, "copy_gb_s": copy_bandwidth(device, workload.copy_bytes) / 1e9}
     yield {"what": "versions", "python": platform.python_version(), "cuda": torch.version.cuda, **versions()}
 
 
@@ -138,35 +152,35 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_correctness(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def check_correctness(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     """Largest relative error against the float64 recurrence, inputs new at every run; repeats agree bit for bit."""
     seed = time.time_ns() % 2**31
-    for number, case in enumerate(CASES):
-        yield prefill_error(case, device, seed + number)
-    for number, decode_case in enumerate(DECODE_CASES):
-        yield decode_error(decode_case, device, seed + number)
+    for number, case in enumerate(workload.cases):
+        yield prefill_error(case, device, seed + number, workload.repeats)
+    for number, decode_case in enumerate(workload.decode_cases):
+        yield decode_error(decode_case, device, seed + number, workload.repeats)
 
 
-def measure_prefill(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def measure_prefill(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     from kimik3_cli.engine.kda.fused.prefill import kda_fused
 
-    bandwidth = copy_bandwidth(device, limits.copy_bytes)
+    bandwidth = copy_bandwidth(device, workload.copy_bytes)
     precisions: tuple[Precision, ...] = ("tf32x3", "tf32")
-    for shape in limits.prefills:
+    for shape in workload.prefills:
         inputs = fresh_prefill(*shape, device=device, dtype=torch.bfloat16)
         moved, space = prefill_bytes(*shape, activation=2), workspace_bytes(*shape)
         for precision in precisions:
             figure = milliseconds(
                 lambda inputs=inputs, precision=precision: kda_fused(*inputs, input_precision=precision),
                 device,
-                limits.repeats,
+                workload.repeats,
             )
             figure |= {"with_workspace_ms": (moved + 2 * space) / bandwidth * 1e3}
             figure |= {"tflops": prefill_flops(*shape) / figure["ms"] / 1e9}
             yield {"what": f"B,T,H,K={shape} bf16 {precision}"} | beside_floor(figure, moved, bandwidth)
 
 
-def measure_fla(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def measure_fla(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     """The same shapes through chunk_kda of flash-linear-attention, when it is installed."""
     if find_spec("fla") is None:
         yield {"what": "flash-linear-attention is not installed"}
@@ -175,7 +189,7 @@ def measure_fla(device: torch.device, limits: Limits = Limits()) -> Iterator[Fig
 
     from kimik3_cli.engine.kda.fused.prefill import kda_fused
 
-    for shape in limits.prefills:
+    for shape in workload.prefills:
         q, k, v, z, beta, a_log, dt_bias, state, bound = fresh_prefill(*shape, device=device, dtype=torch.bfloat16)
 
         def theirs(
@@ -202,34 +216,34 @@ def measure_fla(device: torch.device, limits: Limits = Limits()) -> Iterator[Fig
 
         ours, _ = kda_fused(q, k, v, z, beta, a_log, dt_bias, state, bound)
         difference = (theirs()[0].float() - ours).abs().max() / ours.abs().max()
-        figure = milliseconds(theirs, device, limits.repeats)
+        figure = milliseconds(theirs, device, workload.repeats)
         yield {"what": f"chunk_kda B,T,H,K={shape} bf16", "differs_by": difference.item()} | figure
 
 
-def measure_decode(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def measure_decode(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     """One launch a layer, eager and replayed from a CUDA graph; layers take turns so that no cache holds a state."""
     from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
 
-    bandwidth = copy_bandwidth(device, limits.copy_bytes)
-    for batch, heads, size in limits.decodes:
+    bandwidth = copy_bandwidth(device, workload.copy_bytes)
+    for batch, heads, size in workload.decodes:
         moved = decode_bytes(batch, heads, size)
-        layers = max(1, limits.cold_bytes // moved)
+        layers = max(1, workload.cold_bytes // moved)
         inputs = [fresh_decode(batch, heads, size, TAPS, device=device) for _ in range(min(layers, 256))]
 
         def every_layer(inputs: list[tuple[Any, ...]] = inputs) -> list[Tensor]:
             return [kda_decode_fused(*each) for each in inputs]
 
-        for way, work in (("eager", every_layer), ("graph", captured(every_layer, device))):
-            total = milliseconds(work, device, limits.repeats)
+        for way, run in (("eager", every_layer), ("graph", captured(every_layer, device))):
+            total = milliseconds(run, device, workload.repeats)
             figure = {name: value / len(inputs) for name, value in total.items()}
             yield {"what": f"B,H,K={(batch, heads, size)} {way}"} | beside_floor(figure, moved, bandwidth)
 
 
-def check_graph(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def check_graph(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     """A replayed launch gives bit for bit what an eager one gives."""
     from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
 
-    for batch, heads, size in limits.decodes:
+    for batch, heads, size in workload.decodes:
         inputs = fresh_decode(batch, heads, size, TAPS, device=device)
         tail, memory = inputs[-2:]
         before = [tail.clone(), memory.clone()]
@@ -260,15 +274,15 @@ def captured(work: Callable[[], Any], device: torch.device) -> Callable[[], Any]
     return replay
 
 
-def measure_model(device: torch.device, limits: Limits = Limits()) -> Iterator[Figure]:
+def measure_model(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:
     """Tokens a second of a random model, end to end, with both backends."""
     rates = machine_rates(device)
     for backend in ("chunkwise", "fused") if device.type == "cuda" else ("chunkwise",):
-        model = random_model(limits.model, device, backend)  # type: ignore[arg-type]
+        model = random_model(workload.model, device, backend)  # type: ignore[arg-type]
         with torch.inference_mode():
-            run = bench_length(model, limits.prompt, limits.new, 3, rates, use_cache=True, precision="fp32")
+            run = bench_length(model, workload.prompt, workload.new, 3, rates, use_cache=True, precision="fp32")
         yield {
-            "what": f"{limits.model} {backend} fp32, {limits.prompt} + {limits.new} tokens",
+            "what": f"{workload.model} {backend} fp32, {workload.prompt} + {workload.new} tokens",
             "prefill_tokens_s": run.prefill_tokens_per_second.median,
             "decode_ms": run.decode_ms_per_token.median,
             "decode_tokens_s": 1e3 / run.decode_ms_per_token.median,
