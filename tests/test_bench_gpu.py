@@ -44,7 +44,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def test_floors_count_the_tensors() -> None:
-    batch, time, heads, size = shape = (2, 17, 1, 24)
+    batch, _, heads, size = shape = (2, 17, 1, 24)
     raw = fused_cases.fresh_prefill(*shape, device=CPU, dtype=torch.bfloat16)
     outputs = prefill.kda_fused(*raw)
     assert bench_gpu.prefill_bytes(*shape, activation=2) == bytes_of([*raw[:5], raw.initial_state, *outputs])
@@ -101,7 +101,7 @@ def test_a_wrong_kernel_fails_the_correctness_stage(monkeypatch: pytest.MonkeyPa
         return o * 1.001, state
 
     monkeypatch.setattr(fused_cases, "kda_fused", off)
-    with pytest.raises(AssertionError, match="with seed .*: relative error"):
+    with pytest.raises(AssertionError, match=r"with seed \d+: relative error"):
         list(bench_gpu.check_correctness(CPU, TINY))
 
 

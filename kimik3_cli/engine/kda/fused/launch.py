@@ -57,10 +57,12 @@ def local_launch(key_size: int, bounded: bool) -> Launch:
 def walk_launch(key_size: int, precision: Precision) -> Launch:
     """Choose for `chunk_walk`: few value channels a program, so that few heads still fill a chip.
 
-    At K = 128 both pairs are the largest whose state and operands stay in registers.
+    Up to K = 128 these are the largest blocks whose state and operands stay in registers; beyond, tf32x3 and ieee spill.
     """
-    value_block, num_warps = (16, 8) if precision == "ieee" else (32, 4)
-    constants = {"C": CHUNK, "KP": padded(key_size), "BV": value_block, "PRECISION": precision}
+    key_pad = padded(key_size)
+    value_block = 32 if key_pad <= 128 and precision != "ieee" else 16
+    num_warps = 8 if precision == "ieee" else 4
+    constants = {"C": CHUNK, "KP": key_pad, "BV": value_block, "PRECISION": precision}
     return Launch(constants, num_warps, num_stages=2)
 
 

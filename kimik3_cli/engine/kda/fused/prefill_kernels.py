@@ -146,10 +146,10 @@ def chunk_walk(
         time = n * C + row[:, None]
         token = batch * T + time
         there = (time < T) & (value[None, :] < V)
-        v_n = tl.load(v + (token * v_heads + head) * V + value[None, :], mask=there, other=0.0).to(tl.float32)
 
-        error = v_n - tl.dot(tl.load(k_in + keys), tl.trans(state), input_precision=PRECISION)
-        u = tl.dot(tl.load(solve + pairs), error, input_precision=PRECISION)  # [C,BV]
+        known = tl.dot(tl.load(k_in + keys), tl.trans(state), input_precision=PRECISION)  # [C,BV]
+        v_n = tl.load(v + (token * v_heads + head) * V + value[None, :], mask=there, other=0.0).to(tl.float32)
+        u = tl.dot(tl.load(solve + pairs), v_n - known, input_precision=PRECISION)
         o_n = tl.dot(tl.load(scores + pairs), u, input_precision=PRECISION)
         o_n = tl.dot(tl.load(q_in + keys), tl.trans(state), acc=o_n, input_precision=PRECISION)
         tl.store(o + (token * H + head) * V + value[None, :], o_n, mask=there)
