@@ -4,7 +4,8 @@
 
 writes docs/fused-resources.csv (one line a form and target) and the table of it in docs/fused-kda.md. Run it when a
 kernel or Triton has changed; it takes a few minutes. With a target and a part, such as `90 0/4`, it compiles that part
-of the forms and prints its lines as JSON instead. TRITON_INTERPRET must not be set: kernels are compiled only without.
+of the forms and prints its lines as JSON instead; `aligned` after them leaves out head sizes that 16 does not divide.
+TRITON_INTERPRET must not be set: kernels are compiled only without.
 """
 
 import ast
@@ -89,16 +90,17 @@ def described(form: Any) -> tuple[str, str, str, str]:
     )
 
 
-def compile_part(target: int, part: int, parts: int) -> list[Figures]:
-    """Compile every `parts`-th form in this process."""
-    return [compiled(form, target) for form in forms()[part::parts]]
+def compile_part(target: int, part: int, parts: int, *, only_sizes_of_16: bool = False) -> list[Figures]:
+    """Compile every `parts`-th form in this process, or of those whose head size is a multiple of 16."""
+    wanted = [form for form in forms() if not only_sizes_of_16 or described(form)[2] == "yes"]
+    return [compiled(form, target) for form in wanted[part::parts]]
 
 
-def compile_part_elsewhere(target: int, part: int, parts: int) -> list[Figures]:
+def compile_part_elsewhere(target: int, part: int, parts: int, *, only_sizes_of_16: bool = False) -> list[Figures]:
     """Do that in a new process, in which Triton compiles, with a cache that is gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, __file__, str(target), f"{part}/{parts}"]
+        command = [sys.executable, __file__, str(target), f"{part}/{parts}", *(["aligned"] * only_sizes_of_16)]
         done = subprocess.run(
             command, env={**environment, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, check=False
         )
@@ -157,7 +159,8 @@ def page_with(figures: list[Figures]) -> str:
 def main(words: list[str]) -> None:
     if words:
         part, _, parts = words[1].partition("/")
-        print(json.dumps(compile_part(int(words[0]), int(part), int(parts))))
+        lines = compile_part(int(words[0]), int(part), int(parts), only_sizes_of_16="aligned" in words)
+        print(json.dumps(lines))
         return
     work = [(target, part, PARTS) for target in TARGETS for part in range(PARTS)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:

@@ -112,8 +112,10 @@ def run_everything() -> None:
             run_decode(batch, heads, taps, size, dtype, bounded)
         for precision in get_args(Precision):
             run_prefill(COUNTS[2], (size, 16), dtype, bounded, precision)
-    for size, key_size, dtype, precision in product(SIZES, (16, 32, 64, 128, 256), DTYPES, get_args(Precision)):
-        run_prefill((1, 1, 1), (key_size, size), dtype, True, precision)
+    for size, dtype in product(SIZES, DTYPES):
+        run_prefill(COUNTS[0], (128, size), dtype, True, "tf32x3")
+    for key_size, size, dtype, precision in product((16, 17, 33, 65, 129), (16, 255), DTYPES, get_args(Precision)):
+        run_prefill(COUNTS[0], (key_size, size), dtype, True, precision)
     for counts, dtype, precision in product(COUNTS, DTYPES, get_args(Precision)):
         run_prefill(counts, (128, 128), dtype, True, precision)
 
