@@ -112,10 +112,18 @@ def fingerprint() -> str:
     """A hash of what the compiled forms depend on: the code of kernels and launch choices, and Triton."""
     from importlib.metadata import version
 
-    digest = hashlib.sha256(version("triton").encode())
+    digest = hashlib.sha256()
     for name in ("device_functions", "prefill_kernels", "decode_kernel", "launch"):
-        digest.update(ast.unparse(ast.parse((KERNELS / f"{name}.py").read_text(encoding="utf-8"))).encode())
+        digest.update(code(ast.parse((KERNELS / f"{name}.py").read_text(encoding="utf-8"))).encode())
     return f"triton {version('triton')}, sources {digest.hexdigest()[:16]}"
+
+
+def code(tree: ast.AST) -> str:
+    """The source without comments, docstrings and layout."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    return ast.unparse(tree)
 
 
 def save(figures: list[Figures]) -> None:

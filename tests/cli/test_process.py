@@ -28,6 +28,16 @@ def test_piped_commands_write_only_json_to_stdout(speaking: Path) -> None:
     assert answer(run(*words, "--quiet", **NOISE, TERM="dumb")) == json.loads(noisy.out)
 
 
+@pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
+def test_fused_without_cuda_exits_4_before_the_checkpoint_is_read(variables: dict[str, str]) -> None:
+    """Triton's interpreter is for tests of the kernels; it does not make a machine able to serve."""
+    words = ["generate", "--checkpoint", "there/is/none.pt", "--token-ids", "1", "--device", "cpu"]
+    line = refused(run(*words, "--backend", "fused", **variables), 4)
+    assert line == (
+        "--backend is 'fused', but the fused path needs a CUDA device and the device is 'cpu'; give chunkwise"
+    )
+
+
 def test_results_are_pictures_on_a_terminal(mini: Path) -> None:
     for words in (["logits", "--token-ids", "7", "--checkpoint", mini], ["inspect-checkpoint", mini]):
         ran = run_on_terminal(*words, "--quiet")

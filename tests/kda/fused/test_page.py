@@ -1,4 +1,4 @@
-"""docs/fused-kda.md leads to the code: each line in its tables from maths to code stands in the function named there."""
+"""docs/fused-kda.md leads to the code: each line of its tables stands in the function that it names."""
 
 import ast
 import re

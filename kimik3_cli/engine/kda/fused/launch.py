@@ -57,7 +57,7 @@ def local_launch(key_size: int, bounded: bool) -> Launch:
 def walk_launch(key_size: int, precision: Precision) -> Launch:
     """Choose for `chunk_walk`: few value channels a program, so that few heads still fill a chip.
 
-    Up to K = 128 these are the largest blocks whose state and operands stay in registers; beyond, tf32x3 and ieee spill.
+    Up to K = 128 these are the largest blocks that leave state and operands in registers; beyond, all but tf32 spill.
     """
     key_pad = padded(key_size)
     value_block = 32 if key_pad <= 128 and precision != "ieee" else 16
