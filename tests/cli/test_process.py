@@ -61,16 +61,6 @@ def test_generate_on_a_terminal_shows_prompt_and_text_after_a_spinner(speaking: 
     assert ran.err.rstrip().endswith(f"{ESCAPE}[2K")  # the spinner has wiped itself away
 
 
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_fused_without_cuda_is_one_line_and_exit_code_4(mini: Path, interpret: str) -> None:
-    """Triton's interpreter runs the kernels for tests; it makes no CPU a device that fused can run on."""
-    words = ["generate", "--checkpoint", mini, "--token-ids", "7", "--backend", "fused"]
-    ran = run(*words, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET=interpret)
-    assert refused(ran, 4) == (
-        "--backend is 'fused', but the fused path needs a CUDA device and the device is 'cpu'; give chunkwise"
-    )
-
-
 @pytest.mark.parametrize("plain", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 @pytest.mark.parametrize("last", ["mini.pt", "--help", "--nonsense"])
 def test_a_plain_terminal_gets_no_escape(mini: Path, plain: dict[str, str], last: str) -> None:
