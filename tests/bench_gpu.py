@@ -32,6 +32,7 @@ from fused_cases import (
     fresh_prefill,
     prefill_error,
 )
+from kda.fused.raw_inputs import Raw
 from torch import Tensor
 
 from kimik3_cli.engine.benchmark.machine import median_seconds
@@ -41,7 +42,8 @@ from kimik3_cli.engine.kda.fused.launch import CHUNK, Precision, padded
 
 Figure = dict[str, Any]
 """One line of the table: "what", and named numbers; a name that ends in _ms is a time."""
-Stage = Callable[[torch.device], Iterator[Figure]]  # the workload has a default
+Stage = Callable[..., Iterator[Figure]]
+"""From a device and a workload, which is the whole one unless given."""
 REPEATS = 20
 COPY_BYTES = 1 << 30
 PREFILLS = ((1, 8192, 96, 128), (2, 16384, 16, 128))  # B, T, H, K
@@ -185,39 +187,37 @@ def measure_fla(device: torch.device, workload: Workload = WHOLE) -> Iterator[Fi
     if find_spec("fla") is None:
         yield {"what": "flash-linear-attention is not installed"}
         return
-    from fla.ops.kda import chunk_kda
-
     from kimik3_cli.engine.kda.fused.prefill import kda_fused
 
     for shape in workload.prefills:
-        q, k, v, z, beta, a_log, dt_bias, state, bound = fresh_prefill(*shape, device=device, dtype=torch.bfloat16)
+        raw = fresh_prefill(*shape, device=device, dtype=torch.bfloat16)
+        ours, theirs = kda_fused(*raw)[0], chunk_kda_of_fla(raw)[0].float()
+        difference = ((theirs - ours).abs().max() / ours.abs().max()).item()
+        figure = milliseconds(lambda raw=raw: chunk_kda_of_fla(raw), device, workload.repeats)
+        yield {"what": f"chunk_kda B,T,H,K={shape} bf16", "differs_by": difference} | figure
 
-        def theirs(
-            tensors: tuple[Tensor, ...] = (q, k, v, z, beta, a_log, dt_bias, state), bound: float | None = bound
-        ) -> tuple[Tensor, Tensor]:
-            q, k, v, z, beta, a_log, dt_bias, state = tensors
-            output: tuple[Tensor, Tensor] = chunk_kda(
-                q=q,
-                k=k,
-                v=v,
-                g=z,
-                beta=beta,
-                A_log=a_log,
-                dt_bias=dt_bias,
-                initial_state=state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                safe_gate=True,
-                lower_bound=bound,
-            )
-            return output
 
-        ours, _ = kda_fused(q, k, v, z, beta, a_log, dt_bias, state, bound)
-        difference = (theirs()[0].float() - ours).abs().max() / ours.abs().max()
-        figure = milliseconds(theirs, device, workload.repeats)
-        yield {"what": f"chunk_kda B,T,H,K={shape} bf16", "differs_by": difference.item()} | figure
+def chunk_kda_of_fla(raw: Raw) -> tuple[Tensor, Tensor]:
+    """The function of `kda_fused`, from flash-linear-attention."""
+    from fla.ops.kda import chunk_kda
+
+    output: tuple[Tensor, Tensor] = chunk_kda(
+        q=raw.q,
+        k=raw.k,
+        v=raw.v,
+        g=raw.z,
+        beta=raw.beta_logits,
+        A_log=raw.a_log,
+        dt_bias=raw.dt_bias,
+        initial_state=raw.initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=True,
+        lower_bound=raw.lower_bound,
+    )
+    return output
 
 
 def measure_decode(device: torch.device, workload: Workload = WHOLE) -> Iterator[Figure]:

@@ -68,7 +68,7 @@ def test_operations_grow_with_every_size() -> None:
 def test_every_stage_runs(stage: str) -> None:
     run, _ = bench_gpu.STAGES[stage]
     with torch.inference_mode():
-        figures = list(run(CPU, TINY))  # type: ignore[call-arg]
+        figures = list(run(CPU, TINY))
     assert figures
     for figure in figures:
         assert json.loads(json.dumps(figure)) == figure
