@@ -5,7 +5,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-gpu clean
 
 demo: $(READY)
 	$(VENV)/bin/kimik3 generate --prompt 'ROMEO.' --max-new-tokens 80 --mode sample --temperature 0.7 --seed 4
@@ -21,6 +21,9 @@ lint: $(READY)
 bench: $(READY)
 	$(VENV)/bin/python tests/bench_kda.py
 	$(VENV)/bin/python tests/bench_transformers.py
+
+bench-gpu: $(READY)
+	$(VENV)/bin/python tests/bench_gpu.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kimik3.egg-info

@@ -15,7 +15,7 @@ _empty = torch.empty
 
 def between_guards(values: Tensor) -> Tensor:
     """A contiguous copy of `values` whose neighbours in memory are guards."""
-    memory = _guard_values.to(values.dtype).repeat(2)
+    memory = _guard_values.to(values).repeat(2)
     memory = torch.cat([memory[:GUARD], values.flatten(), memory[GUARD:]])
     return memory[GUARD : GUARD + values.numel()].view(values.shape)
 
@@ -24,7 +24,7 @@ def assert_guards(tensor: Tensor) -> None:
     """The guards around a tensor made by `between_guards` are as they were."""
     start = tensor.storage_offset()
     memory = tensor.as_strided((start + tensor.numel() + GUARD,), (1,), 0)
-    expected = _guard_values.to(tensor.dtype)
+    expected = _guard_values.to(tensor)
     for guard in (memory[start - GUARD : start], memory[start + tensor.numel() :]):
         assert torch.equal(guard.nan_to_num(0.0), expected.nan_to_num(0.0)), "a guard was overwritten"
 

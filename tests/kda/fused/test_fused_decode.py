@@ -15,6 +15,7 @@ from torch.nn.functional import silu, softplus
 
 from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
 from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
+from kimik3_cli.engine.kda.gates import decay_rate
 
 BOUND = 2e-5
 EPS = 1e-5
@@ -38,9 +39,11 @@ def make_layer(batch: int, heads: int, size: int, kernel: int, lower_bound: floa
     generator = torch.Generator().manual_seed(size + kernel)
     width = 3 * heads * size
     norm = 1 + torch.rand(size, generator=generator)
+    taps, a_log = torch.randn(kernel, width, generator=generator), torch.rand(heads, generator=generator)
     constants = KdaConstants(
-        taps=torch.randn(kernel, width, generator=generator),
-        a_log=torch.rand(heads, generator=generator),
+        taps=taps,
+        a_log=a_log,
+        rate=decay_rate(a_log, lower_bound),
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,
         out_floor=torch.tensor(size * EPS**0.5),
