@@ -16,7 +16,6 @@ from kimik3_cli.engine.kda.decode import KdaConstants
 from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
 from kimik3_cli.engine.kda.fused.launch import INPUT_PRECISION, Precision
 from kimik3_cli.engine.kda.fused.prefill import kda_fused
-from kimik3_cli.engine.kda.gates import decay_rate
 
 BOUND = {"ieee": 1e-4, "tf32x3": 1e-4, "tf32": 2e-2}
 EPS = 1e-5
@@ -139,7 +138,6 @@ def fresh_decode(
     constants = KdaConstants(
         taps=torch.randn(taps, width, device=device),
         a_log=a_log,
-        rate=decay_rate(a_log, lower_bound),
         lower_bound=lower_bound,
         out_weight=(1 + torch.rand(size, device=device)) * size**0.5,
         out_floor=torch.tensor(size * EPS**0.5),

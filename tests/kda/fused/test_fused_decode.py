@@ -15,7 +15,6 @@ from torch.nn.functional import silu, softplus
 
 from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
 from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
-from kimik3_cli.engine.kda.gates import decay_rate
 
 BOUND = 2e-5
 EPS = 1e-5
@@ -43,7 +42,6 @@ def make_layer(batch: int, heads: int, size: int, kernel: int, lower_bound: floa
     constants = KdaConstants(
         taps=taps,
         a_log=a_log,
-        rate=decay_rate(a_log, lower_bound),
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,
         out_floor=torch.tensor(size * EPS**0.5),
