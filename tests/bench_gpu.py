@@ -36,7 +36,7 @@ from kda.fused.raw_inputs import Raw
 from torch import Tensor
 
 from kimik3_cli.engine.benchmark.machine import median_seconds
-from kimik3_cli.engine.benchmark.measure import bench_length, machine_rates
+from kimik3_cli.engine.benchmark.measure import beside_the_floor, machine_rates, time_length
 from kimik3_cli.engine.benchmark.random_model import random_model
 from kimik3_cli.engine.kda.fused.launch import CHUNK, Precision, padded
 
@@ -280,7 +280,8 @@ def measure_model(device: torch.device, workload: Workload = WHOLE) -> Iterator[
     for backend in ("chunkwise", "fused") if device.type == "cuda" else ("chunkwise",):
         model = random_model(workload.model, device, backend)  # type: ignore[arg-type]
         with torch.inference_mode():
-            run = bench_length(model, workload.prompt, workload.new, 3, rates, use_cache=True, precision="fp32")
+            timing = time_length(model, workload.prompt, workload.new, 3, use_cache=True, precision="fp32")
+        run = beside_the_floor(timing, model.config, "fp32", rates)
         yield {
             "what": f"{workload.model} {backend} fp32, {workload.prompt} + {workload.new} tokens",
             "prefill_tokens_s": run.prefill_tokens_per_second.median,

@@ -95,7 +95,6 @@ def run_decode(batch: int, heads: int, taps: int, size: int, dtype: torch.dtype,
     constants = KdaConstants(
         taps=torch.empty(taps, width),
         a_log=torch.empty(heads),
-        rate=torch.empty(heads, 1),
         lower_bound=-5.0 if bounded else None,
         out_weight=torch.empty(size),
         out_floor=torch.tensor(1e-3),
