@@ -90,7 +90,13 @@ def decode_error(case: DecodeCase, device: torch.device, seed: int, repeats: int
     for _ in range(3):
         y, expected_tail, expected_memory = decode_in_float64(token, constants, expected_tail, expected_memory)
     # a 0-dim constant stays on the CPU, as a layer has it
-    on_device = KdaConstants(*(x.to(device) if isinstance(x, Tensor) and x.dim() else x for x in constants))
+    on_device = KdaConstants(
+        taps=constants.taps.to(device),
+        a_log=constants.a_log.to(device),
+        lower_bound=constants.lower_bound,
+        out_weight=constants.out_weight.to(device),
+        out_floor=constants.out_floor,
+    )
     results = []
     with watched_allocations():
         for _ in range(repeats):
