@@ -128,7 +128,7 @@ def test_lengths_that_do_not_fit_are_left_out_of_the_default_ones(tmp_path: Path
         ({"threads": 0}, "--threads is 0; give 1 or more"),
         ({"threads": 999999999999}, "--threads is 999999999999; give at most 1024"),
         ({"random": ""}, "--random is ''; give one of s-k3"),
-        ({"new_tokens": 600}, "128 prompt tokens .* 600 = 728"),
+        ({"new_tokens": 600}, "--prompt-tokens is not given and not even 128 fits: 128 prompt tokens .* 600 = 728"),
     ],
 )
 def test_what_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:

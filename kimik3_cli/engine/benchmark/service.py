@@ -94,9 +94,9 @@ def _lengths(request: BenchRequest, config: KimiK3Config) -> list[int]:
         try:
             check(length)
             fitting.append(length)
-        except RequestError:
-            if length == DEFAULT_LENGTHS[0]:
-                raise
+        except RequestError as error:
+            if not fitting:
+                raise RequestError(f"--prompt-tokens is not given and not even {length} fits: {error}") from None
     return fitting
 
 
