@@ -90,17 +90,16 @@ def described(form: Any) -> tuple[str, str, str, str]:
     )
 
 
-def compile_part(target: int, part: int, parts: int, *, only_sizes_of_16: bool = False) -> list[Figures]:
-    """Compile every `parts`-th form in this process, or of those whose head size is a multiple of 16."""
-    wanted = [form for form in forms() if not only_sizes_of_16 or described(form)[2] == "yes"]
-    return [compiled(form, target) for form in wanted[part::parts]]
+def compile_part(target: int, part: int, parts: int) -> list[Figures]:
+    """Compile every `parts`-th form in this process."""
+    return [compiled(form, target) for form in list(forms())[part::parts]]
 
 
-def compile_part_elsewhere(target: int, part: int, parts: int, *, only_sizes_of_16: bool = False) -> list[Figures]:
+def compile_part_elsewhere(target: int, part: int, parts: int) -> list[Figures]:
     """Do that in a new process, in which Triton compiles, with a cache that is gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, __file__, str(target), f"{part}/{parts}", *(["aligned"] * only_sizes_of_16)]
+        command = [sys.executable, __file__, str(target), f"{part}/{parts}"]
         done = subprocess.run(
             command, env={**environment, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, check=False
         )
@@ -167,8 +166,7 @@ def page_with(figures: list[Figures]) -> str:
 def main(words: list[str]) -> None:
     if words:
         part, _, parts = words[1].partition("/")
-        lines = compile_part(int(words[0]), int(part), int(parts), only_sizes_of_16="aligned" in words)
-        print(json.dumps(lines))
+        print(json.dumps(compile_part(int(words[0]), int(part), int(parts))))
         return
     work = [(target, part, PARTS) for target in TARGETS for part in range(PARTS)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:

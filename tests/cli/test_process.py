@@ -29,10 +29,11 @@ def test_piped_commands_write_only_json_to_stdout(speaking: Path) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
-def test_fused_without_cuda_exits_4_before_the_checkpoint_is_read(variables: dict[str, str]) -> None:
+@pytest.mark.parametrize("words", [["generate", "--token-ids", "1"], ["logits", "--token-ids", "1"], ["bench"]])
+def test_fused_without_cuda_exits_4_before_the_checkpoint_is_read(words: list[str], variables: dict[str, str]) -> None:
     """Triton's interpreter is for tests of the kernels; it does not make a machine able to serve."""
-    words = ["generate", "--checkpoint", "there/is/none.pt", "--token-ids", "1", "--device", "cpu"]
-    line = refused(run(*words, "--backend", "fused", **variables), 4)
+    where = ["--checkpoint", "there/is/none.pt", "--device", "cpu"]
+    line = refused(run(*words, *where, "--backend", "fused", **variables), 4)
     assert line == (
         "--backend is 'fused', but the fused path needs a CUDA device and the device is 'cpu'; give chunkwise"
     )

@@ -42,12 +42,8 @@ def saved() -> tuple[str, dict[tuple[Any, ...], Any]]:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", resources.TARGETS)
 def test_forms_compile_within_the_limits(target: int, part: int, saved: tuple[str, dict[tuple[Any, ...], Any]]) -> None:
-    """For sm_90 every form; for the others every form whose sizes are multiples of 16, which differ in more than loads.
-
-    docs/fused_resources.py compiles all for all, and the next test holds its file to the present sources.
-    """
     fingerprint, known = saved
-    compiled = resources.compile_part_elsewhere(target, part, PARTS, only_sizes_of_16=target != 90)
+    compiled = resources.compile_part_elsewhere(target, part, PARTS)
     assert compiled
     for line in compiled:
         assert line.shared_bytes <= resources.SHARED_LIMIT[target], line

@@ -158,7 +158,27 @@ def test_bfloat16_inputs(rounded: tuple[str, ...]) -> None:
     assert_step(make_layer(2, 2, 16, 4, -5.0), token)
 
 
-def test_what_is_not_finite_shows() -> None:
-    layer, token = make_layer(1, 1, 16, 4, None), make_token(1, 1, 16, seed=1)
-    layer.constants.a_log[0] = torch.nan
-    assert kda_decode_fused(*token, layer.constants, layer.tail, layer.memory).isnan().all()
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("operand", ["qkv", "z", "beta", "gate", "taps", "a_log", "out_weight", "tail", "memory"])
+def test_what_is_not_finite_shows(operand: str, lower_bound: float | None) -> None:
+    layer, token = make_layer(1, 1, 16, 4, lower_bound), make_token(1, 1, 16, seed=1)
+    operands = {**token._asdict(), **vars(layer.constants), "tail": layer.tail, "memory": layer.memory}
+    operands[operand].view(-1)[0] = torch.nan
+    assert kda_decode_fused(*token, layer.constants, layer.tail, layer.memory).isnan().any()
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("a_log", [20.0, 88.5, 100.0])
+def test_rates_that_float32_hardly_holds(a_log: float, lower_bound: float | None) -> None:
+    layer, token = make_layer(1, 1, 16, 4, lower_bound), make_token(1, 1, 16, seed=1)
+    token.z[..., :4] = 0.0  # times an infinite rate it would not be a number
+    assert_step(layer._replace(constants=replace(layer.constants, a_log=torch.full((1,), a_log))), token)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e-3, 1e-2])
+def test_keys_of_hardly_any_length(scale: float) -> None:
+    """The 1e-6 under the root of the normalisation decides here."""
+    layer, token = make_layer(1, 1, 16, 1, -5.0), make_token(1, 1, 16, seed=1)
+    token.qkv[:, 16:32] *= scale
+    token.qkv[:, :16] *= max(scale, 1e-4)
+    assert_step(layer, token)

@@ -157,3 +157,6 @@ def test_states_that_cannot_be_advanced_in_place_are_refused() -> None:
         kda_decode_fused(*token, layer.constants, layer.tail, layer.memory.transpose(2, 3))
     with pytest.raises(RequestError, match="tail is advanced in place; give contiguous float32"):
         kda_decode_fused(*token, layer.constants, layer.tail.bfloat16(), layer.memory)
+    unaligned = torch.zeros(layer.memory.numel() + 1)[1:].view_as(layer.memory)
+    with pytest.raises(RequestError, match=r"memory is advanced in place; .* starts at 16 bytes"):
+        kda_decode_fused(*token, layer.constants, layer.tail, unaligned)

@@ -154,9 +154,26 @@ def test_slow_decay_keeps_its_precision(dtype: torch.dtype, bound: float, length
     assert_exact(slow.activations(lambda x: x.to(dtype)), bound)
 
 
-def test_what_is_not_finite_shows() -> None:
-    raw = make(3)
-    raw.a_log[0] = torch.nan
+@pytest.mark.parametrize("gates", ["bounded, anywhere", "softplus, anywhere"])
+@pytest.mark.parametrize("operand", [name for name in Raw._fields if name != "lower_bound"])
+def test_what_is_not_finite_shows(operand: str, gates: str) -> None:
+    raw = make(20, gates)
+    getattr(raw, operand).view(-1)[0] = torch.nan
     output, state = kda_fused(*raw)
-    assert output.isnan().all()
-    assert state.isnan().all()
+    assert output.isnan().any() or state.isnan().any()
+
+
+@pytest.mark.parametrize("gates", ["bounded, anywhere", "softplus, anywhere"])
+@pytest.mark.parametrize("a_log", [20.0, 88.5, 100.0])
+def test_rates_that_float32_hardly_holds(a_log: float, gates: str) -> None:
+    raw = make(20, gates)._replace(a_log=torch.full((1,), a_log))
+    raw.z[:, 3] = 0.0  # times an infinite rate it would not be a number
+    raw.dt_bias[:4] = 0.0
+    assert_exact(raw)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e-3, 1e-2])
+def test_keys_of_hardly_any_length(scale: float) -> None:
+    """The 1e-6 under the root of the normalisation decides here."""
+    raw = make(20)
+    assert_exact(raw._replace(k=raw.k * scale, q=raw.q * max(scale, 1e-4)))
