@@ -32,11 +32,12 @@ LEFT_OUT = ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight", 
         ({"moe_layer_freq": 2}, {}),
         (ROUTING, {}),
         ({"num_shared_experts": 0}, {}),
+        ({"num_experts_per_token": 1, "routed_scaling_factor": 2.446}, {}),
         ({"tie_word_embeddings": True}, {}),
         ({}, ONLY_MLA),
         ({}, {"short_conv_kernel_size": 2, "num_heads": 3, "head_dim": 8}),
     ],
-    ids=["plain", "q_proj", "dense", "freq", "groups", "unshared", "tied", "mla", "kda"],
+    ids=["plain", "q_proj", "dense", "freq", "groups", "unshared", "one", "tied", "mla", "kda"],
 )
 def test_same_logits_and_same_greedy_tokens(cfg: dict[str, Any], lin: dict[str, Any], tmp_path: Path) -> None:
     mk(tmp_path / "a.pt", {**KIMI_LINEAR, **cfg}, lin={**KIMI_LINEAR_LIN, **lin})

@@ -216,6 +216,24 @@ def test_what_is_refused(raw: dict[str, Any], what: str) -> None:
     assert "model_config" not in str(refused.value)
 
 
+ONE = {"num_experts_per_token": None, "moe_renormalize": None, "num_experts_per_tok": 1}
+KINDS = ["dense", *["sparse"] * 26]
+
+
+@pytest.mark.parametrize("theirs", [{"norm_topk_prob": True}, {"moe_renormalize": True, "mlp_layer_types": KINDS}])
+def test_one_expert_whose_weight_transformers_makes_1(theirs: dict[str, Any]) -> None:
+    raw = changed(**{**ONE, **theirs})
+    with pytest.raises(ConfigError, match=r"norm_topk_prob .* is True with num_experts_per_tok 1; transformers then"):
+        config_from(raw)
+    config_from({**raw, "num_experts_per_tok": 2})
+    config_from({key: False if value is True and key in theirs else value for key, value in raw.items()})
+
+
+def test_one_expert_of_the_released_code() -> None:
+    """It renormalizes several only, as kimik3 does."""
+    assert config_from(changed(num_experts_per_token=1)).moe_renormalize
+
+
 def test_a_trainers_own_keys_survive() -> None:
     config = config_from(changed(kda_chunk_size=32, kda_backend="fused", max_seq_len=1_048_576))
     assert (config.kda_chunk_size, config.kda_backend) == (32, "fused")

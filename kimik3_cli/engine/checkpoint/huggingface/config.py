@@ -44,6 +44,8 @@ LINEAR_SYNONYMS = {
     "linear_num_heads": "num_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
+# Keys that only transformers writes, and kimik3 for it: such a file means what transformers computes.
+THEIR_KEYS = ("norm_topk_prob", "mlp_layer_types")
 LAYER_KINDS = {"linear_attention": "kda_layers", "full_attention": "full_attn_layers"}
 FEED_FORWARD_KINDS = {"dense": False, "sparse": True}
 # Keys of the outer level of a nested file that are not for the text model: its own part, and what it does not have.
@@ -107,7 +109,10 @@ def config_from(raw: Mapping[str, Any]) -> KimiK3Config:
     if not isinstance(own, dict):
         raise ConfigError(f"config.json: {OWN_KEY} is {own!r}; it must be an object")
     _check_quantization(text.pop("quantization_config", None))
+    is_theirs = not text.keys().isdisjoint(THEIR_KEYS)
     _rename(text, SYNONYMS)
+    if is_theirs:
+        _refuse_weight_of_one(text)
     text["linear_attn_config"] = _linear_part(text)
     _take_feed_forward_kinds(text)
     _take_length(text)
@@ -168,6 +173,16 @@ def _rename(raw: Raw, synonyms: Mapping[str, str], target: Raw | None = None) ->
 def _agree(name: str, value: object, other: str, other_value: object) -> None:
     if value != other_value:
         raise ConfigError(f"config.json: {name} is {value!r}, but {other} is {other_value!r}; make them agree")
+
+
+def _refuse_weight_of_one(text: Raw) -> None:
+    """Refuse what transformers computes and this architecture does not: one expert, whose weight becomes 1."""
+    has_experts = text.get("num_experts") is not None and "sparse" in text.get("mlp_layer_types", ["sparse"])
+    if has_experts and text.get("num_experts_per_token") == 1 and text.get("moe_renormalize", True):
+        raise ConfigError(
+            "config.json: norm_topk_prob (or moe_renormalize) is True with num_experts_per_tok 1; transformers then "
+            "gives the one expert the weight 1, and this architecture renormalizes only several"
+        )
 
 
 def _linear_part(text: Raw) -> object:
