@@ -89,3 +89,17 @@ def test_transformers_refuses_what_it_does_not_have(tmp_path: Path) -> None:
     convert(tmp_path / "a.pt", tmp_path / "a")
     with pytest.raises(ValueError, match="kimi_k3"):
         AutoConfig.from_pretrained(tmp_path / "a")
+
+
+DENSE = {"num_experts": None, "num_experts_per_token": None, "moe_intermediate_size": None}
+
+
+@pytest.mark.parametrize("cfg", [DENSE, {"num_shared_experts": 0}], ids=["dense", "unshared"])
+def test_what_transformers_saves_of_a_converted_directory(cfg: dict[str, Any], tmp_path: Path) -> None:
+    """It adds numbers of experts to a dense model, and matrices of width 0 to one without shared experts."""
+    mk(tmp_path / "a.pt", {**KIMI_LINEAR, **cfg}, lin=KIMI_LINEAR_LIN)
+    convert(tmp_path / "a.pt", tmp_path / "a")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "saved")
+    logits = [next_token_logits(load_checkpoint_model(tmp_path / name)[0], ids(30)) for name in ("a.pt", "saved")]
+    assert torch.equal(*logits)
+    assert convert(tmp_path / "saved", tmp_path / "b.pt").tensors == convert(tmp_path / "a", tmp_path / "c.pt").tensors

@@ -23,7 +23,7 @@ from kimik3_cli.results import Problem
 
 # First components of the names of what a text model skips.
 VISION = frozenset({"vision_tower", "vision_model", "mm_projector", "multi_modal_projector"})
-DENSE, SPARSE, EXPERTS = "mlp", "block_sparse_moe", ".experts."
+DENSE, SPARSE, EXPERTS, SHARED = "mlp", "block_sparse_moe", ".experts.", ".shared_experts."
 STACKS, CONVOLUTIONS = ("gate_up_proj", "down_proj"), ".conv1d.weight"
 CODES, SCALES = "_packed", "_scale"
 CODE_DTYPES, SCALE_DTYPES = ("uint8",), ("uint8", "float8_e8m0fnu")
@@ -55,6 +55,8 @@ def text_tensors(config: KimiK3Config, entries: Mapping[str, Entry]) -> TextTens
         if name.partition(".")[0] in VISION:
             skipped[stored_name] = entry
             continue
+        if SHARED in name and not config.num_shared_experts and isinstance(entry, TensorRef) and not entry.numel:
+            continue  # transformers has these matrices, of width 0, even without shared experts
         is_fused = (rest in STACKS or name.endswith(CONVOLUTIONS)) and _comes_apart(rest, entry)
         for part_name, part in _parts(name, entry, config.num_experts or 0) if is_fused else [(name, entry)]:
             if part_name in tensors:
