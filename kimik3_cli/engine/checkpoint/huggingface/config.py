@@ -202,19 +202,27 @@ def _linear_part(text: Raw) -> object:
 
 
 def _take_feed_forward_kinds(text: Raw) -> None:
-    """Turn mlp_layer_types into first_k_dense_replace, with which it has to agree."""
+    """Turn mlp_layer_types into first_k_dense_replace and moe_layer_freq, with which it has to agree."""
     kinds = text.pop("mlp_layer_types", None)
     if kinds is None:
         return
     _check_kinds("mlp_layer_types", kinds, FEED_FORWARD_KINDS)
-    sparse = [FEED_FORWARD_KINDS[kind] for kind in kinds]
-    first = text.setdefault("first_k_dense_replace", sparse.index(True) if True in sparse else len(sparse))
-    step = text.get("moe_layer_freq", 1)
+    sparse = [layer for layer, kind in enumerate(kinds) if FEED_FORWARD_KINDS[kind]]
+    first = text.setdefault("first_k_dense_replace", sparse[0] if sparse else len(kinds))
+    step = text.setdefault("moe_layer_freq", sparse[1] - sparse[0] if len(sparse) > 1 else 1)
     if not (type(first) is int and type(step) is int and step > 0):
         return  # which from_dict refuses
     has_experts = text.get("num_experts") is not None
-    wanted = [has_experts and layer >= first and layer % step == 0 for layer in range(len(sparse))]
-    _agree("mlp_layer_types", sparse, f"its pattern by first_k_dense_replace {first}, moe_layer_freq {step}", wanted)
+    wanted = [layer for layer in range(len(kinds)) if has_experts and layer >= first and layer % step == 0]
+    if not sparse and wanted:
+        # transformers fills in its own numbers of experts for a model that has none
+        text |= dict.fromkeys(("num_experts", "num_experts_per_token", "moe_intermediate_size"))
+    elif sparse != wanted:
+        given = f"num_experts {text.get('num_experts')}, first_k_dense_replace {first} and moe_layer_freq {step}"
+        raise ConfigError(
+            f"config.json: mlp_layer_types has experts in layers {sparse}, but {given} give them to layers {wanted}; "
+            "this architecture has no other pattern than these keys can express"
+        )
 
 
 def _check_kinds(name: str, kinds: object, known: Mapping[str, object]) -> None:
