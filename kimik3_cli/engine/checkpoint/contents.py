@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimik3_cli.engine.checkpoint.archive import read_archive
+from kimik3_cli.engine.checkpoint.files import blocks, opened
 from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY, config_from, read_configs
 from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
-from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, read_shards
+from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, ShardStore, read_shards
 from kimik3_cli.engine.checkpoint.store import Store
 from kimik3_cli.engine.checkpoint.stored import (
     PACKED_DTYPE,
@@ -142,6 +143,9 @@ def _directory_contents(path: Path) -> Contents:
     text = text_tensors(config, {name.removeprefix(prefix): entry for name, entry in store.entries.items()})
     named = canonical_names(config, text.tensors)
     tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
+    if _was_untied(raw, config, store, tensors):
+        config = config.model_copy(update={"tie_word_embeddings": False})
+        specs = tensor_specs(config)
     problems = [*store.problems, *text.problems, *_tensor_problems(config, specs, named)]
     return Contents(
         store=store,
@@ -159,6 +163,20 @@ def _directory_contents(path: Path) -> Contents:
         shards=store.shards,
         skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
+
+
+def _was_untied(
+    raw: Mapping[str, Any], config: KimiK3Config, store: ShardStore, tensors: Mapping[str, StoredTensor]
+) -> bool:
+    """Say whether a head that is tied by our own object alone has since been trained apart, by another program."""
+    released = {key: value for key, value in raw.items() if key != OWN_KEY}
+    tables = _tied_tables(config, tensors)
+    if tables is None or config_from(released).tie_word_embeddings or len({ref.dtype for ref in tables}) > 1:
+        return False
+    (path, start), (head_path, head_start) = [store.location(ref.storage) for ref in tables]
+    with opened(path, store.files[path]) as embedding, opened(head_path, store.files[head_path]) as head:
+        pairs = zip(blocks(embedding, start, tables[0].nbytes), blocks(head, head_start, tables[1].nbytes), strict=True)
+        return any(first != second for first, second in pairs)
 
 
 def common_prefix(names: Iterable[str]) -> str:
@@ -204,7 +222,10 @@ def real_values(spec: TensorSpec, ref: StoredTensor) -> StoredTensor:
 
 def tie_problem() -> Problem:
     """Return the problem of a tied checkpoint whose two tables differ."""
-    message = f"{HEAD} differs from {EMBEDDING} though tie_word_embeddings is true; remove one, or set it to false"
+    message = (
+        f"{HEAD} differs from {EMBEDDING} though tie_word_embeddings is true; remove one, or set it to false "
+        "(in a directory: in config.json)"
+    )
     return Problem(kind="tie", name=HEAD, message=message)
 
 
