@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimik3_cli.engine.checkpoint.archive import read_archive
-from kimik3_cli.engine.checkpoint.files import blocks, opened
-from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY, config_from, read_configs
+from kimik3_cli.engine.checkpoint.files import blocks, opened, printable_path
+from kimik3_cli.engine.checkpoint.huggingface.config import GENERATION_CONFIG, OWN_KEY, config_from, read_configs
 from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
 from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, ShardStore, read_shards
 from kimik3_cli.engine.checkpoint.store import Store
@@ -146,7 +146,12 @@ def _directory_contents(path: Path) -> Contents:
     if _was_untied(raw, config, store, tensors):
         config = config.model_copy(update={"tie_word_embeddings": False})
         specs = tensor_specs(config)
-    problems = [*store.problems, *text.problems, *_tensor_problems(config, specs, named)]
+    problems = [
+        *_end_problems(path, eos_token_ids, config),
+        *store.problems,
+        *text.problems,
+        *_tensor_problems(config, specs, named),
+    ]
     return Contents(
         store=store,
         format_version=None,
@@ -163,6 +168,15 @@ def _directory_contents(path: Path) -> Contents:
         shards=store.shards,
         skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
+
+
+def _end_problems(folder: Path, eos_token_ids: Iterable[int], config: KimiK3Config) -> Iterator[Problem]:
+    """Yield the end-of-sequence ids of generation_config.json that are no tokens of the model."""
+    for each in eos_token_ids:
+        if each >= config.vocab_size:
+            name = printable_path(folder / GENERATION_CONFIG)
+            message = f"{name} has eos_token_id {each}; vocab_size is {config.vocab_size}, correct or remove it"
+            yield Problem(kind="shard", name=GENERATION_CONFIG, message=message)
 
 
 def _was_untied(
