@@ -1,5 +1,6 @@
 """To a directory and back: the same configuration, key for key, and the same tensors, bit for bit."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -155,3 +156,12 @@ def test_one_expert_a_token(renormalize: bool, tmp_path: Path) -> None:
     assert config_of(tmp_path / "a")["moe_renormalize"] is False
     convert(tmp_path / "a", tmp_path / "b.pt")
     assert loaded(tmp_path / "b.pt")["model_config"] == KimiK3Config.from_dict(made["model_config"]).to_dict()
+
+
+def test_keys_that_decide_nothing_are_named_and_left_behind(tmp_path: Path) -> None:
+    mk(tmp_path / "a.pt", {"bos_token_id": 3, "rope_theta": 10000.0, "rope_scaling": None})
+    assert convert(tmp_path / "a.pt", tmp_path / "a").dropped == ["bos_token_id", "rope_theta"]
+    config = config_of(tmp_path / "a")
+    config["text_config"]["initializer_range"] = 0.02
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert convert(tmp_path / "a", tmp_path / "b.pt").dropped == ["initializer_range"]

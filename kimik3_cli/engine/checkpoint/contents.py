@@ -35,6 +35,8 @@ from kimik3_cli.results import Problem, TokenizerEntry
 
 FORMAT_VERSION = 7
 FORMAT_KEYS = ("format_version", "model_config", "model", "tokenizer")
+# Accepted keys that are facts about a model and have no place in KimiK3Config.
+UNUSED_KEYS = ("bos_token_id", "initializer_range", "rope_theta", "rope_scaling", "rope_parameters", "vision_config")
 WRAPPERS = ("module.", "_orig_mod.")
 PLAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHT_DTYPES = (*PLAIN_DTYPES, PACKED_DTYPE)
@@ -50,6 +52,7 @@ class Contents:
     the names carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong. A
     Hugging Face directory has no format version, no trainer state, and does not say how it was trained; it may hold
     tensors that are `skipped`, and `shards` are its files.
+    `unused_keys` of the configuration say something that has no meaning for the model.
     """
 
     store: Store
@@ -66,6 +69,7 @@ class Contents:
     problems: list[Problem]
     shards: Sequence[Shard] = ()
     skipped: Mapping[str, StoredTensor] = field(default_factory=dict)
+    unused_keys: Sequence[str] = ()
 
     @property
     def step(self) -> int | None:
@@ -128,6 +132,7 @@ def _file_contents(path: str | os.PathLike[str]) -> Contents:
         training_kda_backend=config.kda_backend,
         eos_token_ids=config.eos_token_ids,
         problems=[*_tensor_problems(config, specs, named), *_tie_problems(config, archive, tensors)],
+        unused_keys=_unused_keys(top["model_config"]),
     )
 
 
@@ -166,8 +171,13 @@ def _directory_contents(path: Path) -> Contents:
         eos_token_ids=eos_token_ids or config.eos_token_ids,
         problems=[*problems, *_tie_problems(config, store, tensors)],
         shards=store.shards,
+        unused_keys=_unused_keys({**raw, **(raw.get("text_config") or {})}),
         skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
+
+
+def _unused_keys(raw: Mapping[str, Any]) -> list[str]:
+    return [key for key in UNUSED_KEYS if raw.get(key) is not None]
 
 
 def _end_problems(folder: Path, eos_token_ids: Iterable[int], config: KimiK3Config) -> Iterator[Problem]:

@@ -175,7 +175,7 @@ def _dtype_uses(tensors: Iterable[Outgoing]) -> list[DtypeUse]:
 
 
 def _dropped(contents: Contents, copied: list[Path]) -> list[str]:
-    """Name what stays behind: trainer state, a tokenizer that is not here, parts of a model that are not its text."""
+    """Name what stays behind: trainer state, a tokenizer that is not here, what is not of its text."""
     tokenizer = ["tokenizer"] if contents.tokenizer and not copied else []
     parts = dict.fromkeys(name.partition(".")[0] for name in contents.skipped)
-    return [*contents.trainer_state, *tokenizer, *parts]
+    return [*contents.trainer_state, *tokenizer, *parts, *contents.unused_keys]
