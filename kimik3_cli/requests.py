@@ -240,6 +240,15 @@ class ConvertRequest(Request):
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     overwrite: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _slash(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Refuse the name of a directory for a file; a `Path` no longer has the slash."""
+        dst, src = values.get("dst"), values.get("src")
+        if isinstance(dst, str) and dst.endswith("/") and isinstance(src, str | Path) and Path(src).is_dir():
+            raise RequestError(f"DST is {dst!r}, a directory by its slash, but SRC is a directory: name a file")
+        return values
+
 
 def _lengths(value: object) -> object:
     """Read '128,512' as [128, 512]."""

@@ -1,11 +1,13 @@
 """What may be written where; and that it is written whole or not at all."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from checkpoints import mini_config, mk
 from conversions import convert
 from tensor_list import tensor_shapes
 
+from kimik3_cli.engine.convert.service import run_convert
 from kimik3_cli.errors import CheckpointError, RequestError
+from kimik3_cli.requests import ConvertRequest
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
@@ -44,7 +48,12 @@ def both(tmp_path: Path) -> Path:
         ("a.pt", "a", r"DST is .*/a, which exists; give another name, or --overwrite to replace it"),
         ("a", "a", r"SRC is the directory .*/a, so DST is a file; .*/a is a directory: name a file"),
         ("a", "home", r"SRC is the directory .*/a, so DST is a file; .*/home is a directory: name a file"),
-        ("a", "some", r"DST is .*/some, which exists; give another name, or --overwrite to replace it"),
+        ("a", "some", r"DST is .*/some, which exists and is no checkpoint to replace; give another name"),
+        ("a", "a.pt", r"DST is .*/a.pt, which exists; give another name, or --overwrite to replace it"),
+        ("a", "b.safetensors", r"so DST is a file of torch.save; .*/b.safetensors is the name of a safetensors file"),
+        ("a", "a/deep/b.pt", r"DST is .*/a/deep/b.pt, inside SRC; give a name in another folder"),
+        ("a", "dangling", r"DST is .*/dangling, a link to nothing; remove it, or give another name"),
+        ("none.pt", "dangling", r"DST is .*/dangling, a link to nothing; remove it, or give another name"),
         ("a", "a/b.pt", r"DST is .*/a/b.pt, inside SRC; give a name in another folder"),
         ("a", "pipe", r"DST is .*/pipe, which is no regular file; give another name"),
     ],
@@ -53,26 +62,76 @@ def test_refused(both: Path, src: str, dst: str, message: str) -> None:
     (both / "home").mkdir()
     (both / "some").write_text("text", encoding="utf-8")
     os.mkfifo(both / "pipe")
+    (both / "dangling").symlink_to(both / "nothing")
+    if "deep" in dst:
+        (both / "a" / "deep").mkdir()
     before = {path.name for path in both.iterdir()}
     with pytest.raises(RequestError, match=message):
         convert(both / src, both / dst)
     assert {path.name for path in both.iterdir()} == before
 
 
-def test_somebodys_folder_is_not_replaced(both: Path) -> None:
-    home = both / "home"
-    (home / "pictures").mkdir(parents=True)
-    (home / "config.json").write_text("{}", encoding="utf-8")
+def test_a_trailing_slash_is_no_file(both: Path) -> None:
+    with pytest.raises(RequestError, match=r"DST is '.*/b.pt/', a directory by its slash, but SRC is a directory"):
+        run_convert(ConvertRequest.build(src=both / "a", dst=f"{both}/b.pt/"))
+    run_convert(ConvertRequest.build(src=both / "a.pt", dst=f"{both}/b/"))
+    assert (both / "b" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("strange", "named"),
+    [
+        (["README.md"], "README.md"),
+        (["LICENSE", "letter.txt"], "LICENSE, letter.txt"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors"),
+        (["tokenizer_notes.txt"], "tokenizer_notes.txt"),
+        (["b1", "b2", "b3", "b4", "b5"], "b1, b2, b3 and 2 more"),
+    ],
+)
+def test_a_directory_with_other_files_is_not_replaced(strange: list[str], named: str, both: Path) -> None:
+    for name in strange:
+        (both / "a" / name).write_text("mine", encoding="utf-8")
     before = files(both)
-    with pytest.raises(RequestError, match=r"which is no directory of a model and files alone; give another name"):
-        convert(both / "a.pt", home, overwrite=True)
-    (home / "pictures").rmdir()
-    (home / "config.json").rename(home / "letter.txt")
-    with pytest.raises(RequestError, match=r"which is no directory of a model and files alone; give another name"):
-        convert(both / "a.pt", home, overwrite=True)
-    (home / "letter.txt").unlink()
-    home.rmdir()
-    assert files(both).keys() == before.keys() - {"home", "home/config.json", "home/pictures"}
+    with pytest.raises(RequestError, match=rf"DST is .*/a, which holds {named}, not of a model that kimik3 writes"):
+        convert(both / "a.pt", both / "a", overwrite=True)
+    assert files(both) == before
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "[1]", "{", None])
+def test_the_directory_of_another_model_is_not_replaced(config: str | None, both: Path) -> None:
+    path = both / "a" / "config.json"
+    path.unlink() if config is None else path.write_text(config, encoding="utf-8")
+    before = files(both)
+    with pytest.raises(RequestError, match=r"has no config.json of a kimi_k3 or kimi_linear model; give another name"):
+        convert(both / "a.pt", both / "a", overwrite=True)
+    assert files(both) == before
+
+
+def test_a_folder_in_a_directory_is_not_replaced(both: Path) -> None:
+    (both / "a" / "tokenizer.json").mkdir()
+    with pytest.raises(RequestError, match=r"which holds tokenizer.json, not of a model"):
+        convert(both / "a.pt", both / "a", overwrite=True)
+
+
+@pytest.mark.parametrize("content", [b"a letter", b"PK\x03\x04"])
+def test_a_file_that_is_no_checkpoint_is_not_replaced(content: bytes, both: Path) -> None:
+    (both / "a.pt").write_bytes(content)
+    with pytest.raises(RequestError, match=r"DST is .*/a.pt, which exists and is no checkpoint to replace"):
+        convert(both / "a", both / "a.pt", overwrite=True)
+    assert (both / "a.pt").read_bytes() == content
+    torch.save({"w": torch.zeros(2)}, both / "a.pt")
+    with pytest.raises(RequestError, match=r"no checkpoint to replace"):
+        convert(both / "a", both / "a.pt", overwrite=True)
+
+
+def test_what_may_be_replaced(both: Path) -> None:
+    """An empty file, and a directory with all that a model and its tokenizer usually have."""
+    (both / "a.pt").write_bytes(b"")
+    convert(both / "a", both / "a.pt", overwrite=True)
+    for name in ("tokenizer.json", "vocab.txt", "tokenization_kimi.py", "model-00001-of-00002.safetensors"):
+        (both / "a" / name).write_text("old", encoding="utf-8")
+    convert(both / "a.pt", both / "a", overwrite=True)
+    assert set(files(both / "a")) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_the_folder_of_the_source_is_not_replaced(tmp_path: Path) -> None:
@@ -212,6 +271,27 @@ def test_kill(wide: Path, tmp_path: Path) -> None:
     process.wait()
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir()] == [f".new.{process.pid}.unfinished"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(both: Path) -> None:
+    """Only of the same destination, and only of a process that is gone."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    others = {f".new.{os.getppid()}.unfinished", f".other.{gone.pid}.unfinished"}
+    for name in (*others, f".new.{gone.pid}.unfinished"):
+        (both / name).mkdir()
+        (both / name / "model.safetensors").write_bytes(b"part")
+    convert(both / "a.pt", both / "new")
+    assert {path.name for path in both.iterdir() if path.name.startswith(".")} == others
+
+
+@pytest.mark.parametrize(("src", "dst"), [("a.pt", "new"), ("a", "new.pt")])
+def test_no_room(src: str, dst: str, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(both)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=99))
+    with pytest.raises(OSError, match=r"DST needs \d{6} bytes, and its file system has 99 free; make room"):
+        convert(both / src, both / dst)
+    assert files(both) == before
 
 
 def wait_for_bytes(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_vision_tower_stays_behind_and_is_named(tmp_path: Path) -> None:
     vision = {"vision_tower.encoder.blocks.0.wo.weight": torch.ones(3), "mm_projector.proj.0.weight": torch.ones(2)}
     save_file({**tensors, **vision}, tmp_path / "a" / "model.safetensors")
     result = convert(tmp_path / "a", tmp_path / "b.pt")
-    assert sorted(result.dropped) == ["mm_projector", "vision_tower"]
+    assert sorted(result.dropped) == ["mm_projector", "vision_config", "vision_tower"]
     assert result.parameters == 56_412
 
 

@@ -1,5 +1,6 @@
 """To a directory and back: the same configuration, key for key, and the same tensors, bit for bit."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -144,3 +145,23 @@ def test_what_only_a_trainer_says_travels_in_an_object_of_its_own(tmp_path: Path
     mk(tmp_path / "a.pt", {"kda_chunk_size": 32, "kda_backend": "fused"})
     convert(tmp_path / "a.pt", tmp_path / "a")
     assert config_of(tmp_path / "a")["kimik3"] == {"kda_chunk_size": 32, "kda_backend": "fused"}
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_one_expert_a_token(renormalize: bool, tmp_path: Path) -> None:
+    """transformers would renormalize its weight to 1, so it is told not to; the file says again what it said."""
+    cfg = {**KIMI_LINEAR, "num_experts_per_token": 1, "moe_renormalize": renormalize}
+    made = mk(tmp_path / "a.pt", cfg, lin=KIMI_LINEAR_LIN)
+    convert(tmp_path / "a.pt", tmp_path / "a")
+    assert config_of(tmp_path / "a")["moe_renormalize"] is False
+    convert(tmp_path / "a", tmp_path / "b.pt")
+    assert loaded(tmp_path / "b.pt")["model_config"] == KimiK3Config.from_dict(made["model_config"]).to_dict()
+
+
+def test_keys_that_decide_nothing_are_named_and_left_behind(tmp_path: Path) -> None:
+    mk(tmp_path / "a.pt", {"bos_token_id": 3, "rope_theta": 10000.0, "rope_scaling": None})
+    assert convert(tmp_path / "a.pt", tmp_path / "a").dropped == ["bos_token_id", "rope_theta"]
+    config = config_of(tmp_path / "a")
+    config["text_config"]["initializer_range"] = 0.02
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert convert(tmp_path / "a", tmp_path / "b.pt").dropped == ["initializer_range"]

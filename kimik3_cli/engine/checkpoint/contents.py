@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kimik3_cli.engine.checkpoint.archive import read_archive
-from kimik3_cli.engine.checkpoint.huggingface.config import OWN_KEY, config_from, read_configs
+from kimik3_cli.engine.checkpoint.files import blocks, opened, printable_path
+from kimik3_cli.engine.checkpoint.huggingface.config import GENERATION_CONFIG, OWN_KEY, config_from, read_configs
 from kimik3_cli.engine.checkpoint.huggingface.names import text_tensors
-from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, read_shards
+from kimik3_cli.engine.checkpoint.huggingface.shards import Shard, ShardStore, read_shards
 from kimik3_cli.engine.checkpoint.store import Store
 from kimik3_cli.engine.checkpoint.stored import (
     PACKED_DTYPE,
@@ -34,6 +35,8 @@ from kimik3_cli.results import Problem, TokenizerEntry
 
 FORMAT_VERSION = 7
 FORMAT_KEYS = ("format_version", "model_config", "model", "tokenizer")
+# Accepted keys that are facts about a model and have no place in KimiK3Config.
+UNUSED_KEYS = ("bos_token_id", "initializer_range", "rope_theta", "rope_scaling", "rope_parameters", "vision_config")
 WRAPPERS = ("module.", "_orig_mod.")
 PLAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHT_DTYPES = (*PLAIN_DTYPES, PACKED_DTYPE)
@@ -49,6 +52,7 @@ class Contents:
     the names carried, and a tied head that is stored alone as the embedding. `problems` lists all that is wrong. A
     Hugging Face directory has no format version, no trainer state, and does not say how it was trained; it may hold
     tensors that are `skipped`, and `shards` are its files.
+    `unused_keys` of the configuration say something that has no meaning for the model.
     """
 
     store: Store
@@ -65,6 +69,7 @@ class Contents:
     problems: list[Problem]
     shards: Sequence[Shard] = ()
     skipped: Mapping[str, StoredTensor] = field(default_factory=dict)
+    unused_keys: Sequence[str] = ()
 
     @property
     def step(self) -> int | None:
@@ -127,6 +132,7 @@ def _file_contents(path: str | os.PathLike[str]) -> Contents:
         training_kda_backend=config.kda_backend,
         eos_token_ids=config.eos_token_ids,
         problems=[*_tensor_problems(config, specs, named), *_tie_problems(config, archive, tensors)],
+        unused_keys=_unused_keys(top["model_config"]),
     )
 
 
@@ -142,7 +148,15 @@ def _directory_contents(path: Path) -> Contents:
     text = text_tensors(config, {name.removeprefix(prefix): entry for name, entry in store.entries.items()})
     named = canonical_names(config, text.tensors)
     tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
-    problems = [*store.problems, *text.problems, *_tensor_problems(config, specs, named)]
+    if _was_untied(raw, config, store, tensors):
+        config = config.model_copy(update={"tie_word_embeddings": False})
+        specs = tensor_specs(config)
+    problems = [
+        *_end_problems(path, eos_token_ids, config),
+        *store.problems,
+        *text.problems,
+        *_tensor_problems(config, specs, named),
+    ]
     return Contents(
         store=store,
         format_version=None,
@@ -157,8 +171,36 @@ def _directory_contents(path: Path) -> Contents:
         eos_token_ids=eos_token_ids or config.eos_token_ids,
         problems=[*problems, *_tie_problems(config, store, tensors)],
         shards=store.shards,
+        unused_keys=_unused_keys({**raw, **(raw.get("text_config") or {})}),
         skipped={name: ref for name, ref in text.skipped.items() if isinstance(ref, StoredTensor)},
     )
+
+
+def _unused_keys(raw: Mapping[str, Any]) -> list[str]:
+    return [key for key in UNUSED_KEYS if raw.get(key) is not None]
+
+
+def _end_problems(folder: Path, eos_token_ids: Iterable[int], config: KimiK3Config) -> Iterator[Problem]:
+    """Yield the end-of-sequence ids of generation_config.json that are no tokens of the model."""
+    for each in eos_token_ids:
+        if each >= config.vocab_size:
+            name = printable_path(folder / GENERATION_CONFIG)
+            message = f"{name} has eos_token_id {each}; vocab_size is {config.vocab_size}, correct or remove it"
+            yield Problem(kind="shard", name=GENERATION_CONFIG, message=message)
+
+
+def _was_untied(
+    raw: Mapping[str, Any], config: KimiK3Config, store: ShardStore, tensors: Mapping[str, StoredTensor]
+) -> bool:
+    """Say whether a head that is tied by our own object alone has since been trained apart, by another program."""
+    released = {key: value for key, value in raw.items() if key != OWN_KEY}
+    tables = _tied_tables(config, tensors)
+    if tables is None or config_from(released).tie_word_embeddings or len({ref.dtype for ref in tables}) > 1:
+        return False
+    (path, start), (head_path, head_start) = [store.location(ref.storage) for ref in tables]
+    with opened(path, store.files[path]) as embedding, opened(head_path, store.files[head_path]) as head:
+        pairs = zip(blocks(embedding, start, tables[0].nbytes), blocks(head, head_start, tables[1].nbytes), strict=True)
+        return any(first != second for first, second in pairs)
 
 
 def common_prefix(names: Iterable[str]) -> str:
@@ -204,7 +246,10 @@ def real_values(spec: TensorSpec, ref: StoredTensor) -> StoredTensor:
 
 def tie_problem() -> Problem:
     """Return the problem of a tied checkpoint whose two tables differ."""
-    message = f"{HEAD} differs from {EMBEDDING} though tie_word_embeddings is true; remove one, or set it to false"
+    message = (
+        f"{HEAD} differs from {EMBEDDING} though tie_word_embeddings is true; remove one, or set it to false "
+        "(in a directory: in config.json)"
+    )
     return Problem(kind="tie", name=HEAD, message=message)
 
 

@@ -99,6 +99,9 @@ def config_json(config: KimiK3Config, form: Form, dtype: str) -> dict[str, Any]:
 
 
 def _flat(config: KimiK3Config, text: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    if config.num_experts_per_token == 1 and config.moe_renormalize:
+        # this architecture renormalizes the weights of several experts only, transformers that of one too
+        own, text = {**own, "moe_renormalize": True}, {**text, "moe_renormalize": False}
     layers = range(config.num_hidden_layers)
     # transformers knows neither moe_layer_freq nor models without experts, and reads this list instead
     kinds = ["sparse" if config.is_moe(layer) else "dense" for layer in layers]

@@ -1,7 +1,9 @@
 """`kimik3 convert`: a checkpoint of format version 7 becomes a Hugging Face directory, a directory such a file."""
 
+import errno
 import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from kimik3_cli.engine.convert.destination import check_destination
 from kimik3_cli.engine.convert.outgoing import Outgoing, new_dtype
 from kimik3_cli.engine.convert.shards import MAX_SHARD_BYTES, write_json, write_shards
 from kimik3_cli.engine.convert.torch_file import write_torch_file
-from kimik3_cli.engine.replacing import replacing, sync
+from kimik3_cli.engine.replacing import remove_leftovers, replacing, sync
 from kimik3_cli.requests import ConvertRequest
 from kimik3_cli.results import ConvertedFile, ConvertResult, DtypeUse
 
@@ -51,6 +53,8 @@ def run_convert(
     copied = [] if form is None else tokenizer_files.files_of_checkpoint(request.src, contents.tokenizer)
     told = _progress(tensors.values(), update)
     target = Path(os.path.realpath(request.dst))
+    remove_leftovers(target)
+    _refuse_full_disk(request.dst, target.parent, sum(tensor.nbytes for tensor in tensors.values()))
     with _failures_named(request.dst), replacing(target) as unfinished:
         if form is None:
             write_torch_file(unfinished, _entries(contents, request.src), tensors, contents.store, told)
@@ -125,6 +129,14 @@ def _progress(tensors: Iterable[Outgoing], update: Update) -> Callable[[Outgoing
     return told
 
 
+def _refuse_full_disk(dst: Path, folder: Path, needed: int) -> None:
+    """Refuse, before anything is written, what the file system of a folder has no room for."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        what = f"DST needs {needed} bytes, and its file system has {free} free; make room, or give another place"
+        raise OSError(errno.ENOSPC, what, str(dst))
+
+
 @contextmanager
 def _failures_named(dst: Path) -> Iterator[None]:
     """Let a failure to write name the destination, not the hidden files on the way to it."""
@@ -163,7 +175,7 @@ def _dtype_uses(tensors: Iterable[Outgoing]) -> list[DtypeUse]:
 
 
 def _dropped(contents: Contents, copied: list[Path]) -> list[str]:
-    """Name what stays behind: trainer state, a tokenizer that is not here, parts of a model that are not its text."""
+    """Name what stays behind: trainer state, a tokenizer that is not here, what is not of its text."""
     tokenizer = ["tokenizer"] if contents.tokenizer and not copied else []
     parts = dict.fromkeys(name.partition(".")[0] for name in contents.skipped)
-    return [*contents.trainer_state, *tokenizer, *parts]
+    return [*contents.trainer_state, *tokenizer, *parts, *contents.unused_keys]

@@ -17,6 +17,8 @@ NAMES = (
     "chat_template",
     "tiktoken",
 )
+USUAL_SUFFIXES = (".json", ".model", ".jinja", ".py", ".tiktoken")
+USUAL_TEXTS = ("vocab.txt", "merges.txt")
 NEEDED = ("tokenizer", "tiktoken")
 
 
@@ -24,6 +26,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer in a folder, by name; none when there is no tokenizer."""
     files = sorted(path for path in folder.iterdir() if path.name.startswith(NAMES) and path.is_file())
     return files if any(path.name.startswith(NEEDED) for path in files) else []
+
+
+def is_usual(name: str) -> bool:
+    """Say whether a file of this name is a tokenizer's and nobody's notes about one."""
+    return name in USUAL_TEXTS or (name.startswith(NAMES) and name.endswith(USUAL_SUFFIXES))
 
 
 def files_of_checkpoint(checkpoint: Path, entry: TokenizerEntry | None) -> list[Path]:

@@ -291,3 +291,36 @@ def test_python_takes_a_string(tmp_path: Path, logits: Tensor) -> None:
     model: Any
     model, _ = load_checkpoint_model(str(tmp_path))
     assert torch.equal(next_token_logits(model, PROMPT), logits)
+
+
+def test_end_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
+    save_mini(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 64]}', encoding="utf-8")
+    (problem,) = inspect_checkpoint(tmp_path).problems
+    assert problem.name == "generation_config.json"
+    assert "generation_config.json has eos_token_id 64; vocab_size is 64" in problem.message
+    with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id 64"):
+        load_checkpoint_model(tmp_path)
+
+
+def test_two_spellings_of_one_tensor_are_both_named(tmp_path: Path) -> None:
+    tensors = mini_weights()
+    tensors["model.norm.weight"] = tensors["language_model.model.norm.weight"].clone()
+    save_directory(tmp_path, config_json(mini_config()), tensors)
+    (problem,) = inspect_checkpoint(tmp_path).problems
+    assert problem.kind == "duplicate"
+    assert " and " in problem.message
+    for name in ("model.norm.weight", "language_model.model.norm.weight"):
+        assert name in problem.message.replace(" and ", " ").split()
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_folder_in_the_place_of_a_file(index: bool, tmp_path: Path) -> None:
+    save_mini(tmp_path, 2)
+    (lost, _) = sorted(tmp_path.glob("*.safetensors"))
+    lost.unlink()
+    lost.mkdir()
+    if not index:
+        (tmp_path / "model.safetensors.index.json").unlink()
+    messages = [problem.message for problem in inspect_checkpoint(tmp_path).problems]
+    assert any(f"{lost.name} is a folder, where a .safetensors file should be" in message for message in messages)

@@ -60,6 +60,11 @@ KIMI_LINEAR: dict[str, Any] = {
 }
 
 
+# Experts in layers that are not every second, third, ... from some layer on.
+MIXED = ["dense", "sparse", "sparse", "dense", "sparse", *["dense"] * 22]
+PATTERN = "experts in layers [1, 2, 4], but num_experts 256, first_k_dense_replace 1 and moe_layer_freq 1 give them to"
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     """The released Kimi Linear with some keys replaced; None removes one."""
     return {
@@ -158,6 +163,20 @@ def test_every_layer_dense() -> None:
     assert not any(config.is_moe(layer) for layer in range(27))
 
 
+def test_every_second_layer_sparse() -> None:
+    raw = changed(first_k_dense_replace=None, moe_layer_freq=None, mlp_layer_types=["dense", "dense", "sparse"] * 9)
+    with pytest.raises(ConfigError, match="mlp_layer_types has experts in layers"):
+        config_from(raw)  # layers 2, 5, 8, ... are no multiples of 3
+    config = config_from({**raw, "mlp_layer_types": ["dense", "dense", *["sparse", "dense"] * 12, "sparse"]})
+    assert [layer for layer in range(27) if config.is_moe(layer)] == list(range(2, 27, 2))
+
+
+def test_a_model_without_experts_whose_numbers_transformers_filled_in() -> None:
+    """It writes 256 experts beside a list of dense layers, and the list is what it computes."""
+    config = config_from(changed(first_k_dense_replace=0, mlp_layer_types=["dense"] * 27))
+    assert (config.num_experts, config.num_experts_per_token) == (None, None)
+
+
 @pytest.mark.parametrize("key", sorted(GENERIC_KEYS))
 def test_keys_that_transformers_writes_everywhere(key: str) -> None:
     assert config_from({**KIMI_LINEAR, key: "anything"}) == config_from(KIMI_LINEAR)
@@ -179,7 +198,8 @@ def test_keys_that_transformers_writes_everywhere(key: str) -> None:
         (changed(layer_types=["sliding_attention"]), "layer_types holds 'sliding_attention'; it must be a list of"),
         (changed(layer_types=3), "layer_types holds 3"),
         (changed(layer_types=[["full_attention"]]), "layer_types holds ['full_attention']"),
-        (changed(mlp_layer_types=["sparse"] * 27), "mlp_layer_types is [True, True"),
+        (changed(mlp_layer_types=["sparse"] * 27), "mlp_layer_types has experts in layers [0, 1, 2, 3"),
+        (changed(mlp_layer_types=MIXED, first_k_dense_replace=None, moe_layer_freq=None), PATTERN),
         (changed(mlp_layer_types=["mixed"]), "mlp_layer_types holds 'mixed'"),
         (changed(linear_attn_config=[1]), "linear_attn_config"),
         (changed(rope_interleave=True), "rope_interleave is not a key"),
@@ -214,6 +234,24 @@ def test_what_is_refused(raw: dict[str, Any], what: str) -> None:
     assert what in str(refused.value)
     assert str(refused.value).startswith("config.json")
     assert "model_config" not in str(refused.value)
+
+
+ONE = {"num_experts_per_token": None, "moe_renormalize": None, "num_experts_per_tok": 1}
+KINDS = ["dense", *["sparse"] * 26]
+
+
+@pytest.mark.parametrize("theirs", [{"norm_topk_prob": True}, {"moe_renormalize": True, "mlp_layer_types": KINDS}])
+def test_one_expert_whose_weight_transformers_makes_1(theirs: dict[str, Any]) -> None:
+    raw = changed(**{**ONE, **theirs})
+    with pytest.raises(ConfigError, match=r"norm_topk_prob .* is True with num_experts_per_tok 1; transformers then"):
+        config_from(raw)
+    config_from({**raw, "num_experts_per_tok": 2})
+    config_from({key: False if value is True and key in theirs else value for key, value in raw.items()})
+
+
+def test_one_expert_of_the_released_code() -> None:
+    """It renormalizes several only, as kimik3 does."""
+    assert config_from(changed(num_experts_per_token=1)).moe_renormalize
 
 
 def test_a_trainers_own_keys_survive() -> None:

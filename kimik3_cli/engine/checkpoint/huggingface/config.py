@@ -44,6 +44,8 @@ LINEAR_SYNONYMS = {
     "linear_num_heads": "num_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
+# Keys that only transformers writes, and kimik3 for it: such a file means what transformers computes.
+THEIR_KEYS = ("norm_topk_prob", "mlp_layer_types")
 LAYER_KINDS = {"linear_attention": "kda_layers", "full_attention": "full_attn_layers"}
 FEED_FORWARD_KINDS = {"dense": False, "sparse": True}
 # Keys of the outer level of a nested file that are not for the text model: its own part, and what it does not have.
@@ -107,7 +109,10 @@ def config_from(raw: Mapping[str, Any]) -> KimiK3Config:
     if not isinstance(own, dict):
         raise ConfigError(f"config.json: {OWN_KEY} is {own!r}; it must be an object")
     _check_quantization(text.pop("quantization_config", None))
+    is_theirs = not text.keys().isdisjoint(THEIR_KEYS)
     _rename(text, SYNONYMS)
+    if is_theirs:
+        _refuse_weight_of_one(text)
     text["linear_attn_config"] = _linear_part(text)
     _take_feed_forward_kinds(text)
     _take_length(text)
@@ -170,6 +175,16 @@ def _agree(name: str, value: object, other: str, other_value: object) -> None:
         raise ConfigError(f"config.json: {name} is {value!r}, but {other} is {other_value!r}; make them agree")
 
 
+def _refuse_weight_of_one(text: Raw) -> None:
+    """Refuse what transformers computes and this architecture does not: one expert, whose weight becomes 1."""
+    has_experts = text.get("num_experts") is not None and "sparse" in text.get("mlp_layer_types", ["sparse"])
+    if has_experts and text.get("num_experts_per_token") == 1 and text.get("moe_renormalize", True):
+        raise ConfigError(
+            "config.json: norm_topk_prob (or moe_renormalize) is True with num_experts_per_tok 1; transformers then "
+            "gives the one expert the weight 1, and this architecture renormalizes only several"
+        )
+
+
 def _linear_part(text: Raw) -> object:
     """Return linear_attn_config, from itself and from what transformers writes beside or instead of it."""
     given = text.get("linear_attn_config", {})
@@ -187,19 +202,27 @@ def _linear_part(text: Raw) -> object:
 
 
 def _take_feed_forward_kinds(text: Raw) -> None:
-    """Turn mlp_layer_types into first_k_dense_replace, with which it has to agree."""
+    """Turn mlp_layer_types into first_k_dense_replace and moe_layer_freq, with which it has to agree."""
     kinds = text.pop("mlp_layer_types", None)
     if kinds is None:
         return
     _check_kinds("mlp_layer_types", kinds, FEED_FORWARD_KINDS)
-    sparse = [FEED_FORWARD_KINDS[kind] for kind in kinds]
-    first = text.setdefault("first_k_dense_replace", sparse.index(True) if True in sparse else len(sparse))
-    step = text.get("moe_layer_freq", 1)
+    sparse = [layer for layer, kind in enumerate(kinds) if FEED_FORWARD_KINDS[kind]]
+    first = text.setdefault("first_k_dense_replace", sparse[0] if sparse else len(kinds))
+    step = text.setdefault("moe_layer_freq", sparse[1] - sparse[0] if len(sparse) > 1 else 1)
     if not (type(first) is int and type(step) is int and step > 0):
         return  # which from_dict refuses
     has_experts = text.get("num_experts") is not None
-    wanted = [has_experts and layer >= first and layer % step == 0 for layer in range(len(sparse))]
-    _agree("mlp_layer_types", sparse, f"its pattern by first_k_dense_replace {first}, moe_layer_freq {step}", wanted)
+    wanted = [layer for layer in range(len(kinds)) if has_experts and layer >= first and layer % step == 0]
+    if not sparse and wanted:
+        # transformers fills in its own numbers of experts for a model that has none
+        text |= dict.fromkeys(("num_experts", "num_experts_per_token", "moe_intermediate_size"))
+    elif sparse != wanted:
+        given = f"num_experts {text.get('num_experts')}, first_k_dense_replace {first} and moe_layer_freq {step}"
+        raise ConfigError(
+            f"config.json: mlp_layer_types has experts in layers {sparse}, but {given} give them to layers {wanted}; "
+            "this architecture has no other pattern than these keys can express"
+        )
 
 
 def _check_kinds(name: str, kinds: object, known: Mapping[str, object]) -> None:

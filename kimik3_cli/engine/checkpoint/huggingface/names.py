@@ -23,7 +23,7 @@ from kimik3_cli.results import Problem
 
 # First components of the names of what a text model skips.
 VISION = frozenset({"vision_tower", "vision_model", "mm_projector", "multi_modal_projector"})
-DENSE, SPARSE, EXPERTS = "mlp", "block_sparse_moe", ".experts."
+DENSE, SPARSE, EXPERTS, SHARED = "mlp", "block_sparse_moe", ".experts.", ".shared_experts."
 STACKS, CONVOLUTIONS = ("gate_up_proj", "down_proj"), ".conv1d.weight"
 CODES, SCALES = "_packed", "_scale"
 CODE_DTYPES, SCALE_DTYPES = ("uint8",), ("uint8", "float8_e8m0fnu")
@@ -46,6 +46,7 @@ def text_tensors(config: KimiK3Config, entries: Mapping[str, Entry]) -> TextTens
     tensors: dict[str, Named] = {}
     skipped: dict[str, Entry] = {}
     problems: list[Problem] = []
+    sources: dict[str, str] = {}  # name in the model -> name in the files
     modules: dict[str, str] = {}  # what a name has before its experts -> the same in the model; few for many experts
     for stored_name, entry in entries.items():
         stored_module, dot, rest = stored_name.partition(EXPERTS)
@@ -55,11 +56,13 @@ def text_tensors(config: KimiK3Config, entries: Mapping[str, Entry]) -> TextTens
         if name.partition(".")[0] in VISION:
             skipped[stored_name] = entry
             continue
+        if SHARED in name and not config.num_shared_experts and isinstance(entry, TensorRef) and not entry.numel:
+            continue  # transformers has these matrices, of width 0, even without shared experts
         is_fused = (rest in STACKS or name.endswith(CONVOLUTIONS)) and _comes_apart(rest, entry)
         for part_name, part in _parts(name, entry, config.num_experts or 0) if is_fused else [(name, entry)]:
             if part_name in tensors:
-                problems.append(_double(stored_name, part_name))
-            tensors[part_name] = part
+                problems.append(_double(stored_name, part_name, sources[part_name]))
+            tensors[part_name], sources[part_name] = part, stored_name
     problems += _pack(tensors)
     return TextTensors(tensors, skipped, _usual_prefix(modules), problems)
 
@@ -141,7 +144,7 @@ def _pack(tensors: dict[str, Named]) -> Iterator[Problem]:
             continue  # the codes are reported as unexpected, the matrix as missing
         del tensors[name], tensors[weight + SCALES]
         if weight in tensors:
-            yield _double(name, weight)
+            yield _double(name, weight, weight)
         elif isinstance(codes, LostTensor) or isinstance(scales, LostTensor):
             tensors[weight] = codes if isinstance(codes, LostTensor) else scales
         elif isinstance(codes, TensorRef) and isinstance(scales, TensorRef) and _fit(codes, scales):
@@ -165,6 +168,7 @@ def _fit(codes: TensorRef, scales: TensorRef) -> bool:
     )
 
 
-def _double(stored_name: str, name: str) -> Problem:
-    message = f"{printable(stored_name)} is {printable(name)} of the model, which another tensor is too; remove one"
-    return Problem(kind="duplicate", name=printable(stored_name), message=message)
+def _double(stored_name: str, name: str, other: str) -> Problem:
+    shown = printable(stored_name)
+    message = f"{shown} and {printable(other)} are both {printable(name)} of the model; remove one"
+    return Problem(kind="duplicate", name=shown, message=message)

@@ -166,6 +166,9 @@ class _Reader:
         path = self.folder / file
         if not path.exists():
             raise CheckpointError(f"{printable(file)} is missing; {AGAIN}")
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "no regular file"
+            raise CheckpointError(f"{printable(file)} is {what}, where a {SUFFIX} file should be; {AGAIN}")
         status = regular_file(path)
         header, start = _read_header(path, status)
         self.files[path] = status
