@@ -1,7 +1,6 @@
 """New files and folders that take their place whole or not at all."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,25 +33,6 @@ def replacing(target: Path) -> Iterator[Path]:
     finally:
         _remove(unfinished)
         _remove(replaced)
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what earlier processes left of the same target because they were killed, as far as they are gone."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.unfinished")
-    for path in target.parent.iterdir():
-        found = pattern.fullmatch(path.name)
-        if found and not _runs(int(found[1])):
-            _remove(path)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # of another user
-    return True
 
 
 def sync(path: Path) -> None:

@@ -273,18 +273,6 @@ def test_kill(wide: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f".new.{process.pid}.unfinished"]
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(both: Path) -> None:
-    """Only of the same destination, and only of a process that is gone."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    others = {f".new.{os.getppid()}.unfinished", f".other.{gone.pid}.unfinished"}
-    for name in (*others, f".new.{gone.pid}.unfinished"):
-        (both / name).mkdir()
-        (both / name / "model.safetensors").write_bytes(b"part")
-    convert(both / "a.pt", both / "new")
-    assert {path.name for path in both.iterdir() if path.name.startswith(".")} == others
-
-
 @pytest.mark.parametrize(("src", "dst"), [("a.pt", "new"), ("a", "new.pt")])
 def test_no_room(src: str, dst: str, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(both)

@@ -20,7 +20,7 @@ from kimik3_cli.engine.convert.destination import check_destination
 from kimik3_cli.engine.convert.outgoing import Outgoing, new_dtype
 from kimik3_cli.engine.convert.shards import MAX_SHARD_BYTES, write_json, write_shards
 from kimik3_cli.engine.convert.torch_file import write_torch_file
-from kimik3_cli.engine.replacing import remove_leftovers, replacing, sync
+from kimik3_cli.engine.replacing import replacing, sync
 from kimik3_cli.requests import ConvertRequest
 from kimik3_cli.results import ConvertedFile, ConvertResult, DtypeUse
 
@@ -53,7 +53,6 @@ def run_convert(
     copied = [] if form is None else tokenizer_files.files_of_checkpoint(request.src, contents.tokenizer)
     told = _progress(tensors.values(), update)
     target = Path(os.path.realpath(request.dst))
-    remove_leftovers(target)
     _refuse_full_disk(request.dst, target.parent, sum(tensor.nbytes for tensor in tensors.values()))
     with _failures_named(request.dst), replacing(target) as unfinished:
         if form is None:
