@@ -95,6 +95,14 @@ def test_the_first_condition_that_fused_lacks(
         resolve_backend("fused", CUDA, head_dim)
 
 
+def test_fused_is_not_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_machine(monkeypatch, None, (9, 0))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve_backend(None, CUDA, 128) == "chunkwise"
+    with pytest.raises(DeviceError, match="needs compiled kernels and TRITON_INTERPRET is set"):
+        resolve_backend("fused", CUDA, 128)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_fused_is_the_default_where_it_can_run(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_machine(monkeypatch, None, capability)
@@ -105,6 +113,7 @@ def test_fused_is_the_default_where_it_can_run(capability: tuple[int, int], monk
 
 def cuda_machine(monkeypatch: pytest.MonkeyPatch, lacking: str | None, capability: tuple[int, int]) -> None:
     """Pretend to have a CUDA device, and not to have the package `lacking`."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == lacking else name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Some Card")

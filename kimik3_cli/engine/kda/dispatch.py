@@ -1,5 +1,6 @@
 """Which KDA paths can run where, and the functions of each: `chunkwise` in PyTorch, `fused` in Triton."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +34,8 @@ def why_not_fused(device: torch.device, head_dim: int | None = None) -> str | No
         return f"the fused path needs a CUDA device and the device is {str(device)!r}"
     if find_spec("triton") is None:
         return "the fused path needs the package triton, which is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return "the fused path needs compiled kernels and TRITON_INTERPRET is set, which is for tests (unset it)"
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         needed, has = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
