@@ -300,3 +300,12 @@ class BenchResult(Result):
     machine: MachineRates
     load: LoadFigures | None = Field(description="null for a random model")
     runs: list[BenchRun]
+
+
+def sized(count: float) -> str:
+    """Return bytes in a unit that fits: 11.1 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"

@@ -4,7 +4,7 @@ import math
 import os
 
 from kimik3_cli.engine.config import FLOAT32_BYTES, KimiK3Config
-from kimik3_cli.results import MemoryNeeds
+from kimik3_cli.results import MemoryNeeds, sized
 
 BFLOAT16_BYTES = 2
 GPU_BYTES = 80 * 10**9
@@ -34,15 +34,6 @@ def memory_needs(config: KimiK3Config, parameters: int, stored_bytes: int) -> Me
         fits=fits,
         **({} if fits else {"advice": _advice(weights, parameters * BFLOAT16_BYTES, stored_bytes, machine)}),
     )
-
-
-def sized(count: float) -> str:
-    """Return bytes in a unit that fits: 11.1 TB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def _advice(weights: int, half: int, stored: int, machine: int) -> str:

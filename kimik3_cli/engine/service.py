@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.limits import check_generation, check_prompt, eos_ids, padded_length, shortened
+from kimik3_cli.engine.replacing import replacing
 from kimik3_cli.requests import GenerateRequest, LogitsRequest, ModelRequest
 from kimik3_cli.results import CheckpointInfo, GenerateResult, LogitsResult, StreamPiece, TopToken
 
@@ -222,12 +223,8 @@ def _write(logits: "Tensor", path: Path) -> None:
         buffer.write(save({"logits": logits}))
     else:
         torch.save(logits, buffer)
-    target = Path(os.path.realpath(path))
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.write_bytes(buffer.getvalue())
-        unfinished.replace(target)
+        with replacing(Path(os.path.realpath(path))) as unfinished:
+            unfinished.write_bytes(buffer.getvalue())
     except OSError as error:
         raise OSError(error.errno, f"--output could not be written ({error.strerror})", str(path)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)

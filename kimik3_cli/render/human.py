@@ -20,6 +20,7 @@ from kimik3_cli.results import (
     StreamPiece,
     TensorInfo,
     TopToken,
+    sized,
 )
 
 BAR_WIDTH = 40
@@ -76,7 +77,7 @@ def logits_view(result: LogitsResult) -> RenderableType:
 def inspect_view(result: InspectResult) -> RenderableType:
     """The model as a tree of parts with parameter counts, then storage, trainer state, memory and problems."""
     kind = "Hugging Face directory" if result.format_version is None else f"format {result.format_version}"
-    title = Text.assemble((_safe(result.path), "bold"), f"  {_size(result.file_size)}, {kind}")
+    title = Text.assemble((_safe(result.path), "bold"), f"  {sized(result.file_size)}, {kind}")
     tree = Tree(title, guide_style="dim")
     tree.add(_parameters(result))
     for name, facts in _sections(result):
@@ -146,7 +147,7 @@ def _sections(result: InspectResult) -> Iterable[tuple[str, Sequence[str]]]:
     yield (
         "storage",
         [
-            f"{use.dtype}: {_count(use.tensors, 'tensor')}, {use.parameters:,} parameters, {_size(use.bytes)}"
+            f"{use.dtype}: {_count(use.tensors, 'tensor')}, {use.parameters:,} parameters, {sized(use.bytes)}"
             for use in result.dtypes
         ],
     )
@@ -154,8 +155,8 @@ def _sections(result: InspectResult) -> Iterable[tuple[str, Sequence[str]]]:
         "memory for inference",
         [
             *([_safe(memory.advice)] if memory.advice else []),
-            f"weights {_size(memory.weights_bytes)}",
-            f"cache {_size(memory.cache_bytes_fixed)} fixed + {_size(memory.cache_bytes_per_token)} a token",
+            f"weights {sized(memory.weights_bytes)}",
+            f"cache {sized(memory.cache_bytes_fixed)} fixed + {sized(memory.cache_bytes_per_token)} a token",
         ],
     )
     if result.tokenizer:
@@ -194,7 +195,7 @@ def _files(result: InspectResult) -> list[str]:
     tensors = sum(shard.tensors for shard in result.shards)
     lines = [f"{_count(len(result.shards), 'safetensors file')} with {_count(tensors, 'tensor')}"]
     if result.skipped.tensors:
-        lines.append(f"{_count(result.skipped.tensors, 'vision tensor')} skipped, {_size(result.skipped.bytes)}")
+        lines.append(f"{_count(result.skipped.tensors, 'vision tensor')} skipped, {sized(result.skipped.bytes)}")
     return lines
 
 
@@ -202,7 +203,7 @@ def _trainer(result: InspectResult) -> list[str]:
     step = "step not recorded" if result.step is None else f"step {result.step:,}"
     lines = [f"{step}, KDA backend {result.training_kda_backend}"]
     for entry in result.trainer_state[:LISTED_ENTRIES]:
-        size = f"  {_size(entry.bytes)}" if entry.bytes else ""
+        size = f"  {sized(entry.bytes)}" if entry.bytes else ""
         value = f" = {entry.value}" if "value" in entry.model_fields_set else f"  {entry.kind}"
         lines.append(_safe(f"{entry.name}{value}{size}"))
     rest = len(result.trainer_state) - LISTED_ENTRIES
@@ -257,13 +258,3 @@ def _short(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:,.0f}T"
-
-
-def _size(count: float) -> str:
-    if count < 1000:
-        return f"{count:,.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-    return f"{count / 1000:,.3g} TB"

@@ -23,11 +23,11 @@ from kimik3_cli.engine.checkpoint.stored import StoredTensor, TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
 from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
 from kimik3_cli.engine.limits import shortened
-from kimik3_cli.engine.memory import machine_bytes, sized
+from kimik3_cli.engine.memory import machine_bytes
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.engine.model.layout import place
 from kimik3_cli.errors import CheckpointError, TooLargeError
-from kimik3_cli.results import Problem
+from kimik3_cli.results import Problem, sized
 
 LISTED_PROBLEMS = 20
 # Matrices whose products the model computes in float32 whatever the precision: router, beta, residual mixing.
