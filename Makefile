@@ -28,8 +28,8 @@ bench-gpu: $(READY)
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kimik3.egg-info
 
-# Made once, and again when the dependencies change.
-$(READY): pyproject.toml constraints.txt
+# Made once, and again when the dependencies or the compiled operations change.
+$(READY): pyproject.toml constraints.txt kimik3_cli/engine/native/operations.c
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

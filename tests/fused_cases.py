@@ -146,7 +146,7 @@ def fresh_decode(
         a_log=a_log,
         lower_bound=lower_bound,
         out_weight=(1 + torch.rand(size, device=device)) * size**0.5,
-        out_floor=torch.tensor(size * EPS**0.5),
+        out_floor=size * EPS**0.5,
     )
     qkv, beta = torch.randn(batch, width, device=device), torch.randn(batch, heads, device=device)
     z, gate = (4 * torch.randn(batch, heads, size, device=device) for _ in range(2))

@@ -84,7 +84,7 @@ def advance(model: KimiK3, new_ids: Sequence[int], cache: DecodeCache, *, precis
     with torch.inference_mode(), inference_autocast(model.device, precision):
         ids = torch.tensor(new_ids, device=model.device)  # [T]
         if len(new_ids) == 1:
-            cache.step = cache.step or DecodeStep(model)
+            cache.step = cache.step or DecodeStep(model, len(ids))
             hidden = cache.step(ids, cache)  # [1,D]
         else:
             for segment in torch.split(ids.unsqueeze(0), PREFILL_SEGMENT, dim=1):

@@ -31,7 +31,7 @@ def both_ways(model: KimiK3, rows: torch.Tensor, prefix: int) -> tuple[torch.Ten
     caches = [DecodeCache(model.config, len(rows), rows.shape[1]) for _ in range(2)]
     for cache in caches:
         model.hidden(rows[:, :prefix], cache)
-    step = DecodeStep(model)
+    step = DecodeStep(model, len(rows))
     one_by_one = torch.stack([step(ids_t, caches[0]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
     together = torch.cat([model.hidden(ids_t[:, None], caches[1]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
     return one_by_one, together
@@ -108,7 +108,7 @@ def test_the_kernel_against_the_float64_recurrence(
         a_log=a_log,
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,
-        out_floor=torch.tensor(size * 1e-5**0.5),
+        out_floor=size * 1e-5**0.5,
     )
     tail, memory = torch.zeros(batch, 1, 3 * width), torch.zeros(batch, heads, size, size)
     outputs = [kda_decode(*each, constants, tail, memory) for each in zip(qkv, z, beta, gate, strict=True)]

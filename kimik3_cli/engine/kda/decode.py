@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
+from kimik3_cli.engine.native.operations import kda_token
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,39 @@ class KdaConstants:
     a_log: Tensor  # [H]
     lower_bound: float | None  # see `log_decay`
     out_weight: Tensor  # [K], sqrt(K) * the weight of the output's RMSNorm
-    out_floor: Tensor  # [], K * sqrt(eps) of that norm
+    out_floor: float  # K * sqrt(eps) of that norm
 
     @cached_property
     def rate(self) -> Tensor:
         """`decay_rate` of the layer, [H,1]."""
         return decay_rate(self.a_log, self.lower_bound)
+
+    @cached_property
+    def floor(self) -> Tensor:
+        """`out_floor` as a 0-dim CPU tensor, which mixes with every device."""
+        return torch.tensor(self.out_floor, device="cpu")
+
+
+def kda_decode_native(
+    qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, constants: KdaConstants, tail: Tensor, memory: Tensor
+) -> Tensor:
+    """`kda_decode` in one compiled pass, float32 on the CPU."""
+    y = torch.empty_like(z)
+    kda_token(
+        qkv,
+        z,
+        beta,
+        gate,
+        constants.taps,
+        constants.rate,
+        constants.lower_bound,
+        constants.out_weight,
+        constants.out_floor,
+        tail,
+        memory,
+        y,
+    )
+    return y
 
 
 def kda_decode(
@@ -60,5 +88,5 @@ def kda_decode(
     state.baddbmm_(key.transpose(1, 2), error)
     o = torch.bmm(q.reshape(-1, 1, size), state).view(batch, heads, size)
     # RMSNorm of o K^-0.5: the factor only acts through eps
-    unit = o / torch.hypot(torch.linalg.vector_norm(o, dim=-1, keepdim=True), constants.out_floor)
+    unit = o / torch.hypot(torch.linalg.vector_norm(o, dim=-1, keepdim=True), constants.floor)
     return unit * constants.out_weight * torch.sigmoid(gate)

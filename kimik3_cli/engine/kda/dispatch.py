@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
-from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode
+from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode, kda_decode_native
 from kimik3_cli.engine.kda.fused.launch import LARGEST_HEAD, SMALLEST_HEAD
 from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
+from kimik3_cli.engine.native.library import computes
 
 Backend = Literal["chunkwise", "fused"]
 # q, k, v, z, beta_logits, a_log, dt_bias, initial_state, lower_bound, as `kda_fused` takes them
@@ -54,13 +55,13 @@ def prefill_function(backend: Backend, chunk_size: int) -> Prefill:
     return partial(_prefill_chunkwise, chunk_size)
 
 
-def decode_function(backend: Backend) -> Decode:
-    """Return the step of one token, in place."""
+def decode_function(backend: Backend, weight: Tensor) -> Decode:
+    """Return the step of one token, in place, for a model with weights like this one."""
     if backend == "fused":
         from kimik3_cli.engine.kda.fused.decode import kda_decode_fused
 
         return kda_decode_fused
-    return kda_decode
+    return kda_decode_native if computes(weight) else kda_decode
 
 
 def _prefill_chunkwise(

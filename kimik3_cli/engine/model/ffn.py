@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
 
-_RENORMALISE_EPS = torch.tensor(1e-20, device="cpu")
+RENORMALISE_EPS = 1e-20
 
 
 class DenseFfn(nn.Module):
@@ -60,13 +60,24 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N,E] float32 -> chosen experts [N,k] int64 and their weights [N,k] float32."""
-        scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
-        biased = self._within_groups(scores + self.e_score_correction_bias.float())
-        experts = biased.topk(self.chosen, dim=-1, sorted=False).indices  # [N,k]
+        scores, experts = self._scores_and_experts(logits)
         weights = scores.gather(-1, experts)
         if self.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + _RENORMALISE_EPS)
+            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
         return experts, weights * self.scaling_factor
+
+    def choose_for_one(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """`choose` for N = 1, as numbers: for so few, weighting them is cheaper in Python than in tensors."""
+        (scores,), (experts,) = (each.tolist() for each in self._scores_and_experts(logits))
+        weights = [scores[expert] for expert in experts]
+        factor = self.scaling_factor.item() / (sum(weights) + RENORMALISE_EPS if self.renormalise else 1.0)
+        return experts, [weight * factor for weight in weights]
+
+    def _scores_and_experts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N,E] -> scores [N,E] and the chosen experts [N,k]."""
+        scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
+        biased = self._within_groups(scores + self.e_score_correction_bias.float())
+        return scores, biased.topk(self.chosen, dim=-1, sorted=False).indices
 
     def _within_groups(self, biased: Tensor) -> Tensor:
         """Rule out experts outside the groups whose two best biased scores sum highest, [N,E] -> [N,E]."""

@@ -78,8 +78,9 @@ class SituGlu:
     """
 
     def __init__(self, beta: float | None, linear_beta: float | None) -> None:
-        """Keep the caps as 0-dim CPU tensors: they mix with every device, and cost less a call than Python numbers."""
+        """Keep the caps, also as 0-dim CPU tensors: they mix with every device, and cost less than Python numbers."""
         cap = 1.0 if beta is None else beta
+        self.cap, self.up_cap = cap, linear_beta
         self.per_cap = torch.tensor(1 / cap, device="cpu")
         self.per_up_cap = None if linear_beta is None else torch.tensor(1 / linear_beta, device="cpu")
         self.caps = torch.tensor(cap * (1.0 if linear_beta is None else linear_beta), device="cpu")

@@ -1,58 +1,122 @@
 """What the one-token pass shares: every operation costs more than its arithmetic there, so each is made to count.
 
-Letters: B sequences, X and Y any widths.
+Results go to buffers that are made once, so that no token waits for memory or for views of it. Where the compiled
+operations are there, they replace the small ones.
+
+Letters: B sequences, N rows, I inner width, X and Y any widths.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kimik3_cli.engine.model.parts import RMSNorm
+from kimik3_cli.engine.model.parts import Activation, RMSNorm, SituGlu
+from kimik3_cli.engine.native.library import computes
+from kimik3_cli.engine.native.operations import mixed_norm, rms_norm, silu_gated, situ_gated
 
 
 class NormStep:
-    """RMSNorm as x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight): four operations."""
+    """RMSNorm as x / hypot(|x|, sqrt(X * eps)) * (sqrt(X) * weight), into one buffer."""
 
-    def __init__(self, norm: RMSNorm) -> None:
-        """Prepare the scaled weight."""
+    def __init__(self, norm: RMSNorm, batch: int, out: Tensor | None = None) -> None:
+        """Prepare the scaled weight; `out` [B,X] takes the place of a buffer of its own."""
         size = len(norm.weight)
-        self.weight = norm.weight * math.sqrt(size)  # [size]
-        self.floor = torch.tensor(math.sqrt(size * norm.eps))  # a 0-dim CPU tensor mixes with every device
+        self.weight = norm.weight * math.sqrt(size)  # [X]
+        self.floor = math.sqrt(size * norm.eps)
+        self.floor_tensor = torch.tensor(self.floor)  # a 0-dim CPU tensor mixes with every device
+        self.out = new_buffer(norm.weight, batch, size) if out is None else out
+        self.compiled = computes(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[...,size] float32 -> [...,size]."""
-        return self.unit(x) * self.weight
+        """[B,X] float32 -> [B,X], valid until the next call; x may be the buffer itself."""
+        if self.compiled:
+            rms_norm(x, self.weight, self.floor, self.out)
+            return self.out
+        return torch.mul(self.unit(x), self.weight, out=self.out)
 
     def unit(self, x: Tensor) -> Tensor:
-        """The normed x less its factor `weight`."""
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        """The normed x [...,X] less its factor `weight`."""
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor_tensor)
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """[B,X] float32 times a weight [X,Y], computed in the weight's dtype -> [B,Y] float32."""
-    if weight.dtype is torch.float32:
-        return torch.mm(x, weight)
-    return torch.mm(x.to(weight.dtype), weight).float()
+class MixedNormStep:
+    """RMSNorm of what `mix_residuals` computes."""
+
+    def __init__(self, mix_norm: RMSNorm, mix_proj: nn.Linear, norm: RMSNorm, batch: int) -> None:
+        """Prepare the query."""
+        self.mix_norm, self.norm = NormStep(mix_norm, batch), NormStep(norm, batch)
+        self.query = self.mix_norm.weight * mix_proj.weight[0].float()  # [X]
+
+    def __call__(self, h: Tensor, blocks: list[Tensor]) -> Tensor:
+        """Mix h [B,X] with the finished blocks, each [B,X], and norm the sum."""
+        norm = self.norm
+        if norm.compiled:
+            mixed_norm([*blocks, h], self.query, self.mix_norm.floor, norm.weight, norm.floor, norm.out)
+            return norm.out
+        if not blocks:
+            return norm(h)
+        values = torch.stack([*blocks, h], dim=1)  # [B,n,X] of n sources
+        weights = torch.softmax(self.mix_norm.unit(values) @ self.query, dim=-1)  # [B,n]
+        return norm(torch.bmm(weights.unsqueeze(1), values).squeeze(1))
+
+
+class GatedStep:
+    """The gated activation of N rows: gate and up, side by side in `both` [N,2*I], to `out` [N,I]."""
+
+    def __init__(self, activation: Activation, rows: int, width: int, like: Tensor) -> None:
+        """Make the buffers, where the weight `like` is."""
+        self.both, self.out = new_buffer(like, rows, 2 * width), new_buffer(like, rows, width)
+        self.halves = self.both.split(width, dim=-1)
+        self.activation = activation
+        self.compiled = computes(like)
+
+    def __call__(self) -> Tensor:
+        """Compute and return `out`, valid until the next call."""
+        if not self.compiled:
+            self.out.copy_(self.activation(*self.halves))
+        elif isinstance(self.activation, SituGlu):
+            situ_gated(self.both, self.out, self.activation.cap, self.activation.up_cap)
+        else:
+            silu_gated(self.both, self.out)
+        return self.out
+
+
+class Projections:
+    """Products of one input with some weights [X,Y_i], side by side in the buffer `out` [B,sum Y_i] float32."""
+
+    def __init__(self, weights: Sequence[Tensor], batch: int, out: Tensor | None = None) -> None:
+        """Make the buffer, unless it is given."""
+        widths = [weight.shape[1] for weight in weights]
+        self.weights = weights
+        self.out = new_buffer(weights[0], batch, sum(widths)) if out is None else out
+        self.parts = self.out.split(widths, dim=-1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B,X] float32 -> `out`, valid until the next call."""
+        for weight, part in zip(self.weights, self.parts, strict=True):
+            project_into(part, x, weight)
+        return self.out
+
+
+def new_buffer(like: Tensor, *shape: int) -> Tensor:
+    """Return float32 memory where the weight `like` is."""
+    return torch.empty(*shape, device=like.device)
 
 
 def project_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Write `project(x, weight)` to out [B,Y] float32."""
+    """[B,X] float32 times a weight [X,Y], computed in the weight's dtype, to out [B,Y] float32."""
     if weight.dtype is torch.float32:
         torch.mm(x, weight, out=out)
     else:
         out.copy_(torch.mm(x.to(weight.dtype), weight))
 
 
-def project_all(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """`project` with each of some weights [X,Y_i], outputs side by side: [B,X] -> [B,sum Y_i] float32."""
-    if len(weights) == 1:
-        return project(x, weights[0])
-    return torch.cat([project(x, weight) for weight in weights], dim=-1)
-
-
-def accumulate(total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
-    """total [B,Y] + factor * (x [B,X] times weight [X,Y]), the sum in float32."""
+def accumulate(
+    total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """total [B,Y] + factor * (x [B,X] times weight [X,Y]), the sum in float32, to `out` or new memory."""
     if weight.dtype is torch.float32:
-        return torch.addmm(total, x, weight, alpha=factor)
-    return torch.add(total, project(x, weight), alpha=factor)
+        return torch.addmm(total, x, weight, alpha=factor, out=out)
+    return torch.add(total, torch.mm(x.to(weight.dtype), weight), alpha=factor, out=out)

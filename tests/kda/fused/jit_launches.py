@@ -97,7 +97,7 @@ def run_decode(batch: int, heads: int, taps: int, size: int, dtype: torch.dtype,
         a_log=torch.empty(heads),
         lower_bound=-5.0 if bounded else None,
         out_weight=torch.empty(size),
-        out_floor=torch.tensor(1e-3),
+        out_floor=1e-3,
     )
     tail, memory = torch.empty(batch, taps - 1, width), torch.empty(batch, heads, size, size)
     qkv, beta = torch.empty(batch, width, dtype=dtype), torch.empty(batch, heads, dtype=dtype)

@@ -44,7 +44,7 @@ def make_layer(batch: int, heads: int, size: int, kernel: int, lower_bound: floa
         a_log=a_log,
         lower_bound=lower_bound,
         out_weight=norm * size**0.5,
-        out_floor=torch.tensor(size * EPS**0.5),
+        out_floor=size * EPS**0.5,
     )
     tail = torch.randn(batch, kernel - 1, width, generator=generator)
     return Layer(constants, norm, tail, torch.randn(batch, heads, size, size, generator=generator))

@@ -51,7 +51,7 @@ def run(prefill: KimiK3, decode: KimiK3, rows: torch.Tensor) -> tuple[torch.Tens
     """Hidden states [B,T,D] of a prompt by one model and of what follows by another, on one cache."""
     cache = DecodeCache(prefill.config, *rows.shape)
     hidden = [prefill.hidden(rows[:, :PROMPT], cache)]
-    step = DecodeStep(decode)
+    step = DecodeStep(decode, len(rows))
     hidden += [step(ids_t, cache)[:, None] for ids_t in rows[:, PROMPT:].unbind(1)]
     return torch.cat(hidden, dim=1), cache
 
@@ -94,7 +94,7 @@ def test_launches_of_a_request(models: Pair) -> None:
     """Two kernels a KDA layer for the prompt, one a KDA layer for each token."""
     rows = torch.tensor([ids(3, seed=seed) for seed in range(2)])
     model = models["fused"]
-    cache, step = DecodeCache(model.config, 2, 6), DecodeStep(model)
+    cache, step = DecodeCache(model.config, 2, 6), DecodeStep(model, 2)
     with recorded_launches() as launches:
         model.hidden(rows, cache)
     assert [launch.kernel for launch in launches] == 2 * ["chunk_local", "chunk_walk"]

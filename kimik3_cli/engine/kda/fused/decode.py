@@ -71,7 +71,7 @@ def kda_decode_fused(
         size,
         kernel,
         0.0 if constants.lower_bound is None else constants.lower_bound,
-        float(constants.out_floor),
+        constants.out_floor,
         **decode_launch(size, constants.lower_bound is not None).arguments(),
     )
     return y
