@@ -84,12 +84,12 @@ def advance(model: KimiK3, new_ids: Sequence[int], cache: DecodeCache, *, precis
     with torch.inference_mode(), inference_autocast(model.device, precision):
         ids = torch.tensor(new_ids, device=model.device)  # [T]
         if len(new_ids) == 1:
-            cache.step = cache.step or DecodeStep(model, len(ids))
-            hidden = cache.step(ids, cache)  # [1,D]
+            cache.step = cache.step or DecodeStep(model)
+            logits = cache.step(ids, cache)[0]  # [V]
         else:
             for segment in torch.split(ids.unsqueeze(0), PREFILL_SEGMENT, dim=1):
                 hidden = model.hidden(segment, cache)[0]  # [T,D]
-        logits: Tensor = model.lm_head(hidden[-1]).float()  # [V]
+            logits = model.lm_head(hidden[-1]).float()  # [V]
     return _finite(logits, cache.length)
 
 

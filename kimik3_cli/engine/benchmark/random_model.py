@@ -8,7 +8,6 @@ import torch
 
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.decoder import KimiK3
-from kimik3_cli.engine.model.layout import place
 from kimik3_cli.errors import RequestError
 
 SEED = 0
@@ -40,10 +39,7 @@ def random_model(
     config = named_config(name).with_backend(backend)
     with torch.device("meta"):
         model = KimiK3(config)
-    shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
-    placed = place(shapes)
-    unset = {name: placed[name] if name in placed else torch.empty(shape) for name, (shape, _) in shapes.items()}
-    model.load_state_dict(unset, assign=True)
+    model.to_empty(device="cpu")
     model.tie_head()
     bounded = model.config.linear_attn_config.gate_lower_bound is not None
     generator = torch.Generator().manual_seed(SEED)

@@ -138,12 +138,11 @@ def _refuse_too_large(contents: Contents, device: torch.device, precision: str) 
     on_cpu = device.type == "cpu"
     memory = machine_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
     wanted = _wanted(contents, precision)
-    placed = place(wanted, "meta")
     needed = 0
     for name, spec in contents.specs.items():
         shape, dtype = wanted[name]
         ref = real_values(spec, contents.tensors[name])
-        if name in placed or not (on_cpu and _stays_mapped(ref, dtype)):
+        if not (on_cpu and _stays_mapped(ref, dtype)):
             needed += math.prod(shape) * dtype.itemsize
     if needed > memory:
         what = f"{contents.store.name} needs {sized(needed)} of memory in {precision}; {device} has {sized(memory)}"
@@ -162,11 +161,12 @@ def _wanted(contents: Contents, precision: str) -> dict[str, tuple[tuple[int, ..
 def _parameters(contents: Contents, device: torch.device, precision: str) -> dict[str, Tensor]:
     """Return every parameter by name, one tensor at a time.
 
-    What decoding wants side by side is read; other tensors stay as they lie in the mapped file where that will do.
+    On a CPU tensors stay as they lie in the mapped file where that will do; a GPU has those side by side that decoding
+    reads together.
     """
     mapped = MappedStore(contents.store)
     wanted = _wanted(contents, precision)
-    parameters = place(wanted, device)
+    parameters = {} if device.type == "cpu" else place(wanted, device)
     for name, spec in contents.specs.items():
         ref, dtype = real_values(spec, contents.tensors[name]), wanted[name][1]
         if name in parameters:

@@ -38,8 +38,7 @@ class KdaConstants:
 def kda_decode_native(
     qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, constants: KdaConstants, tail: Tensor, memory: Tensor
 ) -> Tensor:
-    """`kda_decode` in one compiled pass, float32 on the CPU."""
-    y = torch.empty_like(z)
+    """`kda_decode` in one compiled pass, float32 on the CPU; z, contiguous, becomes the result."""
     kda_token(
         qkv,
         z,
@@ -52,9 +51,8 @@ def kda_decode_native(
         constants.out_floor,
         tail,
         memory,
-        y,
     )
-    return y
+    return z
 
 
 def kda_decode(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, make_activation
+from kimik3_cli.engine.native.operations import Routing
 
 RENORMALISE_EPS = 1e-20
 
@@ -60,24 +61,24 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N,E] float32 -> chosen experts [N,k] int64 and their weights [N,k] float32."""
-        scores, experts = self._scores_and_experts(logits)
+        scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
+        experts = largest(self._within_groups(scores + self.e_score_correction_bias.float()), self.chosen)  # [N,k]
         weights = scores.gather(-1, experts)
         if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
         return experts, weights * self.scaling_factor
 
-    def choose_for_one(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """`choose` for N = 1, as numbers: for so few, weighting them is cheaper in Python than in tensors."""
-        (scores,), (experts,) = (each.tolist() for each in self._scores_and_experts(logits))
-        weights = [scores[expert] for expert in experts]
-        factor = self.scaling_factor.item() / (sum(weights) + RENORMALISE_EPS if self.renormalise else 1.0)
-        return experts, [weight * factor for weight in weights]
-
-    def _scores_and_experts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N,E] -> scores [N,E] and the chosen experts [N,k]."""
-        scores = torch.softmax(logits, dim=-1) if self.softmax else torch.sigmoid(logits)
-        biased = self._within_groups(scores + self.e_score_correction_bias.float())
-        return scores, biased.topk(self.chosen, dim=-1, sorted=False).indices
+    def routing(self) -> Routing:
+        """Describe the choice to the compiled operations."""
+        return Routing(
+            chosen=self.chosen,
+            groups=self.groups,
+            kept_groups=self.topk_group,
+            softmax=self.softmax,
+            renormalise=self.renormalise,
+            factor=self.scaling_factor.item(),
+            bias=self.e_score_correction_bias.float(),
+        )
 
     def _within_groups(self, biased: Tensor) -> Tensor:
         """Rule out experts outside the groups whose two best biased scores sum highest, [N,E] -> [N,E]."""
@@ -85,9 +86,14 @@ class Router(nn.Module):
             return biased
         grouped = biased.view(len(biased), self.groups, -1)  # [N,groups,E/groups]
         rank = grouped.topk(2, dim=-1).values.sum(-1)  # [N,groups]
-        kept = rank.topk(self.topk_group, dim=-1).indices
+        kept = largest(rank, self.topk_group)
         ruled_out = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False)
         return grouped.masked_fill(ruled_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest of [N,X], [N,count]: of equal ones the first, on every device and path."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 class LatentMoe(nn.Module):

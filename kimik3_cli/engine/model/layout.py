@@ -1,7 +1,7 @@
-"""How weights lie in memory: projections of one input side by side, so that decoding reads them in one product.
+"""How weights lie on a GPU: projections of one input side by side, so that decoding reads them in one product.
 
-It only decides speed: every function of the model works with weights wherever they lie. Routed experts stay where they
-are, because those that no token chooses need not be read at all.
+It only decides speed: every function of the model works with weights wherever they lie. On a CPU they stay in the mapped
+file, and the compiled products take several weights at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,13 @@ from torch import Tensor
 SAME_INPUT = (
     ("q_proj", "q_a_proj", "k_proj", "v_proj", "f_a_proj", "b_proj", "kv_a_proj_with_mqa", "g_proj", "g_a_proj"),
     ("gate_proj", "up_proj"),
-    ("lm_head",),
 )
-# A product with one vector reads a large matrix faster when the outputs of an input lie side by side.
-LARGE = 1 << 20  # elements
 
 
 def place(
-    parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device | str = "cpu"
+    parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Allocate, without values, the parameters that gain from lying side by side; the others are left out.
+    """Allocate, without values, the parameters that share an input with another; the others are left out.
 
     Args:
         parameters: name -> shape and dtype, each projection [out,in].
@@ -36,16 +33,11 @@ def place(
             groups.setdefault((module, kind, dtype), []).append(name)
     placed: dict[str, Tensor] = {}
     for names in groups.values():
-        rows = [parameters[name][0][0] for name in names]
-        (_, inputs), dtype = parameters[names[0]]
-        is_large = sum(rows) * inputs >= LARGE
-        if is_large:
-            together = torch.empty(inputs, sum(rows), dtype=dtype, device=device).t()  # [outs,in]
-        elif len(names) > 1:
+        if len(names) > 1:
+            rows = [parameters[name][0][0] for name in names]
+            (_, inputs), dtype = parameters[names[0]]
             together = torch.empty(sum(rows), inputs, dtype=dtype, device=device)
-        else:
-            continue
-        placed.update(zip(names, torch.split(together, rows), strict=True))
+            placed.update(zip(names, torch.split(together, rows), strict=True))
     return placed
 
 

@@ -3,7 +3,7 @@
 `KimiK3.hidden` with a cache computes the same for any number of tokens; this pass is prepared once a request and makes
 few and cheap calls, because for small models calls cost more than arithmetic. Tests hold the two together.
 
-Letters: B sequences, D hidden size.
+Letters: B sequences, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.parts import without_autocast
 from kimik3_cli.engine.model.step_attention import KdaStep, MlaStep
 from kimik3_cli.engine.model.step_ffn import DenseStep, MoeStep
-from kimik3_cli.engine.model.step_parts import MixedNormStep, NormStep
+from kimik3_cli.engine.model.step_parts import MixedNormStep, NormStep, Projections
 
 
 class LayerStep:
@@ -68,9 +68,16 @@ class DecodeStep:
         else:
             norm = NormStep(model.norm, batch)
             self.output = lambda h, _: norm(h)
+        self.head = Projections([model.lm_head.weight], batch)
 
     def __call__(self, ids: Tensor, cache: DecodeCache) -> Tensor:
-        """Final normed hidden states: [B] int64 -> [B,D] float32; the cache is advanced by one token.
+        """Logits of the tokens after: [B] int64 -> [B,V] float32; raises and advances as `hidden` does."""
+        hidden = self.hidden(ids, cache)
+        with without_autocast(hidden.device):
+            return self.head(hidden).clone()  # its buffer is the next token's
+
+    def hidden(self, ids: Tensor, cache: DecodeCache) -> Tensor:
+        """Final normed hidden states: [B] int64 -> [B,D] float32, valid until the next call; the cache is advanced.
 
         Raises:
             RequestError: the token does not fit the cache.
@@ -81,4 +88,4 @@ class DecodeStep:
         with without_autocast(h.device):
             for layer, state in zip(self.layers, cache.states, strict=True):
                 h = layer(h, blocks, state)
-            return self.output(h, blocks).clone()  # its buffer is the next token's
+            return self.output(h, blocks)

@@ -7,14 +7,15 @@ Letters: B sequences, N rows, I inner width, X and Y any widths.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from kimik3_cli.engine.model.layout import joined
 from kimik3_cli.engine.model.parts import Activation, RMSNorm, SituGlu
-from kimik3_cli.engine.native.library import computes
-from kimik3_cli.engine.native.operations import mixed_norm, rms_norm, silu_gated, situ_gated
+from kimik3_cli.engine.native.library import computes, has_threads
+from kimik3_cli.engine.native.operations import Caps, Gated, Products, mixed_norm, rms_norm
 
 
 class NormStep:
@@ -68,36 +69,52 @@ class GatedStep:
     def __init__(self, activation: Activation, rows: int, width: int, like: Tensor) -> None:
         """Make the buffers, where the weight `like` is."""
         self.both, self.out = new_buffer(like, rows, 2 * width), new_buffer(like, rows, width)
-        self.halves = self.both.split(width, dim=-1)
-        self.activation = activation
-        self.compiled = computes(like)
+        self.compiled = Gated(self.both, caps_of(activation), self.out) if computes(like) else None
+        self.halves, self.activation = self.both.split(width, dim=-1), activation
 
     def __call__(self) -> Tensor:
         """Compute and return `out`, valid until the next call."""
-        if not self.compiled:
-            self.out.copy_(self.activation(*self.halves))
-        elif isinstance(self.activation, SituGlu):
-            situ_gated(self.both, self.out, self.activation.cap, self.activation.up_cap)
+        if self.compiled:
+            self.compiled()
         else:
-            silu_gated(self.both, self.out)
+            self.out.copy_(self.activation(*self.halves))
         return self.out
+
+
+def caps_of(activation: Activation) -> Caps:
+    """Describe an activation to the compiled operations."""
+    return Caps(activation.cap, activation.up_cap or 0.0) if isinstance(activation, SituGlu) else Caps()
 
 
 class Projections:
-    """Products of one input with some weights [X,Y_i], side by side in the buffer `out` [B,sum Y_i] float32."""
+    """Products of one input with some weights [Y_i,X], side by side in the buffer `out` [B,sum Y_i] float32."""
 
     def __init__(self, weights: Sequence[Tensor], batch: int, out: Tensor | None = None) -> None:
         """Make the buffer, unless it is given."""
-        widths = [weight.shape[1] for weight in weights]
-        self.weights = weights
-        self.out = new_buffer(weights[0], batch, sum(widths)) if out is None else out
-        self.parts = self.out.split(widths, dim=-1)
+        self.out = new_buffer(weights[0], batch, sum(len(weight) for weight in weights)) if out is None else out
+        self.compiled = None
+        if batch == 1 and can_multiply(weights):
+            self.compiled = Products(weights, self.out)
+        else:
+            self.weights = joined(weights)  # [X,Y_i]
+            self.parts = self.out.split([weight.shape[1] for weight in self.weights], dim=-1)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B,X] float32 -> `out`, valid until the next call."""
-        for weight, part in zip(self.weights, self.parts, strict=True):
-            project_into(part, x, weight)
+    def __call__(self, x: Tensor, total: Tensor | None = None) -> Tensor:
+        """x [B,X] float32 -> `out`, valid until the next call; `total` [B,Y] or [Y], for one weight only, is added."""
+        if self.compiled:
+            self.compiled(x, total)
+        elif total is None:
+            for weight, part in zip(self.weights, self.parts, strict=True):
+                project_into(part, x, weight)
+        else:
+            (weight,) = self.weights
+            accumulate(total, x, weight, out=self.out)
         return self.out
+
+
+def can_multiply(weights: Iterable[Tensor]) -> bool:
+    """Say whether the compiled operations take these weights."""
+    return has_threads() and all(computes(weight) and weight.is_contiguous() for weight in weights)
 
 
 def new_buffer(like: Tensor, *shape: int) -> Tensor:
@@ -113,9 +130,7 @@ def project_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.copy_(torch.mm(x.to(weight.dtype), weight))
 
 
-def accumulate(
-    total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0, out: Tensor | None = None
-) -> Tensor:
+def accumulate(total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
     """total [B,Y] + factor * (x [B,X] times weight [X,Y]), the sum in float32, to `out` or new memory."""
     if weight.dtype is torch.float32:
         return torch.addmm(total, x, weight, alpha=factor, out=out)

@@ -10,18 +10,16 @@ from torch import Tensor
 
 MODULE = "kimik3_cli.engine.native.compiled"
 INTERFACE = 1  # of operations.c
-SIGNATURES = {
-    "rms_norm": [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64],
-    "mixed_norm": [c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_float, c_void_p],
-    "silu_gated": [c_int64, c_int64, c_void_p, c_void_p],
-    "situ_gated": [c_int64, c_int64, c_void_p, c_float, c_float, c_void_p],
-    "kda_token": [
-        *[c_int64] * 4,
-        *[c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64],
-        *[c_void_p, c_void_p, c_int, c_float, c_void_p, c_float],
-        *[c_void_p] * 4,
-    ],
+FUNCTIONS = {
+    "rms_norm": "nnPnPfPn",
+    "mixed_norm": "nnnPPfPfP",
+    "gated": "nnPffP",
+    "products": "nnPPPPP",
+    "routed_experts": "nnnniifPnnPPPffPPPPPPP",
+    "kda_token": "nnnnPnPPnPnPPifPfPP",
+    "mla_token": "nnnnnnfPnPPnnPPPPnn",
 }
+TYPES = {"n": c_int64, "i": c_int, "f": c_float, "P": c_void_p}
 
 
 @cache
@@ -33,9 +31,9 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(spec.origin)
     if c_int32.in_dll(loaded, "INTERFACE").value != INTERFACE:
         return None
-    for name, arguments in SIGNATURES.items():
+    for name, arguments in FUNCTIONS.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = [TYPES[each] for each in arguments], None
     return loaded
 
 
@@ -44,6 +42,12 @@ def loaded() -> ctypes.CDLL:
     found = library()
     assert found is not None
     return found
+
+
+def has_threads() -> bool:
+    """Say whether the compiled operations can share work among PyTorch's threads; without them, products stay there."""
+    found = library()
+    return found is not None and bool(found.has_threads())
 
 
 def why_not_native() -> str | None:

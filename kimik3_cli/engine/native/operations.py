@@ -1,12 +1,16 @@
 """The compiled operations on tensors, all float32 on the CPU; PyTorch's own versions stand beside the callers.
 
-Each writes to `out`. Rows may lie apart, but the numbers of a row side by side; everything else is contiguous.
+What stays the same from token to token is noted once, and kept alive. Rows may lie apart where it says so; everything
+else is contiguous.
 
-Letters: B sequences, D hidden size, I inner width, N rows, H heads, K head size, c convolution kernel.
+Letters: B sequences, D hidden size, I inner width, E experts, k chosen, H heads, K KDA head size, N nope and R shared
+slice of an MLA query, C latent width, V MLA value size, L tokens so far, c convolution kernel.
 """
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,29 +19,109 @@ from kimik3_cli.engine.native.library import loaded
 
 
 def rms_norm(x: Tensor, weight: Tensor, floor: float, out: Tensor) -> None:
-    """x / hypot(|x|, floor) * weight: x [N,D], weight [D], out [N,D], which may be x."""
-    loaded().rms_norm(
-        *x.shape, x.data_ptr(), x.stride(0), weight.data_ptr(), floor, out.data_ptr(), out.stride(0)
-    )
+    """x / hypot(|x|, floor) * weight [D]: x and out [B,D], rows apart; out may be x."""
+    loaded().rms_norm(*x.shape, x.data_ptr(), x.stride(0), weight.data_ptr(), floor, out.data_ptr(), out.stride(0))
 
 
 def mixed_norm(
     sources: Sequence[Tensor], query: Tensor, mix_floor: float, weight: Tensor, floor: float, out: Tensor
 ) -> None:
     """`rms_norm` of the depth mix of sources [B,D]: softmax over them of source / hypot(|source|, mix_floor) . query."""
-    addresses = (ctypes.c_void_p * len(sources))(*[source.data_ptr() for source in sources])
+    at = addresses(sources)
     query_at, weight_at, out_at = query.data_ptr(), weight.data_ptr(), out.data_ptr()
-    loaded().mixed_norm(len(sources), *out.shape, addresses, query_at, mix_floor, weight_at, floor, out_at)
+    loaded().mixed_norm(len(sources), *out.shape, at, query_at, mix_floor, weight_at, floor, out_at)
 
 
-def silu_gated(both: Tensor, out: Tensor) -> None:
-    """SiLU(gate) * up: gate and up side by side in both [N,2*I], out [N,I]."""
-    loaded().silu_gated(*out.shape, both.data_ptr(), out.data_ptr())
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return where tensors lie, as C takes it."""
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
-def situ_gated(both: Tensor, out: Tensor, cap: float, up_cap: float | None) -> None:
-    """SiTU of gate and up side by side in both [N,2*I], out [N,I]; up_cap None leaves `up` as it is."""
-    loaded().situ_gated(*out.shape, both.data_ptr(), cap, up_cap or 0.0, out.data_ptr())
+@dataclass(frozen=True)
+class Caps:
+    """The gated activation: SiTU with a cap of the gate and one of `up` (0 leaves it as it is); a cap of 0 is SiLU."""
+
+    gate: float = 0.0
+    up: float = 0.0
+
+
+class Gated:
+    """act(gate, up): gate and up side by side in both [B,2*I], to out [B,I]."""
+
+    def __init__(self, both: Tensor, caps: Caps, out: Tensor) -> None:
+        """Note everything."""
+        self.kept = both, out
+        self.compute = partial(loaded().gated, *out.shape, both.data_ptr(), caps.gate, caps.up, out.data_ptr())
+
+    def __call__(self) -> None:
+        """Write to out."""
+        self.compute()
+
+
+class Products:
+    """Products of one vector with some weights [Y_i,X], side by side in out [1,sum Y_i], in all threads."""
+
+    def __init__(self, weights: Sequence[Tensor], out: Tensor) -> None:
+        """Note where they are."""
+        self.kept = weights, out
+        rows = (ctypes.c_int64 * len(weights))(*[len(weight) for weight in weights])
+        self.before, self.after = (len(weights), weights[0].shape[1]), (addresses(weights), rows)
+        self.out_at = out.data_ptr()
+
+    def __call__(self, x: Tensor, total: Tensor | None = None) -> None:
+        """Write the products of x [1,X], added to total [1,sum Y_i]."""
+        total_at = None if total is None else total.data_ptr()
+        loaded().products(*self.before, x.data_ptr(), *self.after, total_at, self.out_at)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen: see `Router`; bias [E]."""
+
+    chosen: int
+    groups: int
+    kept_groups: int
+    softmax: bool
+    renormalise: bool
+    factor: float
+    bias: Tensor
+
+
+class RoutedExperts:
+    """The experts that logits choose, w2 act(w1 x, w3 x), weighted, summed and added to a total, for one token."""
+
+    def __init__(
+        self, experts: Sequence[tuple[Tensor, Tensor, Tensor]], routing: Routing, caps: Caps, out: Tensor
+    ) -> None:
+        """Note the weights w1 [I,D], w3 [I,D] and w2 [D,I] of every expert, and out [1,D]."""
+        width, size = experts[0][0].shape
+        work = torch.empty(3, routing.chosen, width)
+        self.kept = experts, routing, out, work
+        w1, w3, w2 = (addresses(each) for each in zip(*experts, strict=True))
+        self.compute = partial(
+            loaded().routed_experts,
+            len(experts),
+            routing.chosen,
+            routing.groups,
+            routing.kept_groups,
+            routing.softmax,
+            routing.renormalise,
+            routing.factor,
+            routing.bias.data_ptr(),
+            size,
+            width,
+            w1,
+            w3,
+            w2,
+            caps.gate,
+            caps.up,
+            *[each.data_ptr() for each in work],
+            out.data_ptr(),
+        )
+
+    def __call__(self, logits: Tensor, x: Tensor, total: Tensor) -> None:
+        """Write total [1,D] plus the experts' share of x [1,D] to out; logits [1,E]."""
+        self.compute(logits.data_ptr(), x.data_ptr(), total.data_ptr())
 
 
 def kda_token(
@@ -52,10 +136,8 @@ def kda_token(
     out_floor: float,
     tail: Tensor,
     memory: Tensor,
-    out: Tensor,
 ) -> None:
-    """Compute what `kda_decode` computes, with its arguments; rate [H], out [B,H,K]."""
-    mixed = torch.empty(qkv.shape[1])
+    """Compute what `kda_decode` computes, with its arguments; rate [H]; z becomes the result; rows of others apart."""
     loaded().kda_token(
         *z.shape,
         len(taps),
@@ -74,6 +156,38 @@ def kda_token(
         out_floor,
         tail.data_ptr(),
         memory.data_ptr(),
-        mixed.data_ptr(),
-        out.data_ptr(),
     )
+
+
+class LatentAttention:
+    """Attention of one token to the latents of all, kv_b_proj absorbed into query and output, to `out` [B,H*V]."""
+
+    def __init__(self, q: Tensor, expand: Tensor, gate: Tensor | None, nope: int, scale: float) -> None:
+        """Note where q [B,H,N+R] and gate [B,H*V], rows apart, and expand [H,N+V,C] are."""
+        (batch, heads, query_size), (_, rows, latent) = q.shape, expand.shape
+        value, width, pieces = rows - nope, latent + query_size - nope, torch.get_num_threads()
+        self.out = torch.empty(batch, heads * value)
+        work = torch.empty(batch * heads * width), torch.empty(batch * pieces * heads * (latent + 2))
+        self.kept = q, expand, gate, work
+        self.compute = partial(
+            loaded().mla_token,
+            batch,
+            heads,
+            nope,
+            query_size - nope,
+            latent,
+            value,
+            scale,
+            q.data_ptr(),
+            q.stride(0),
+            expand.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            0 if gate is None else gate.stride(0),
+            pieces,
+            *[each.data_ptr() for each in work],
+            self.out.data_ptr(),
+        )
+
+    def __call__(self, rows: Tensor) -> None:
+        """Attend to rows [B,L,C+R], a token's numbers and a sequence's tokens side by side."""
+        self.compute(rows.data_ptr(), rows.stride(0), rows.shape[1])
