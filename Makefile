@@ -29,7 +29,7 @@ clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kimik3.egg-info
 
 # Made once, and again when the dependencies or the compiled operations change.
-$(READY): pyproject.toml constraints.txt kimik3_cli/engine/native/operations.c
+$(READY): pyproject.toml constraints.txt $(wildcard kimik3_cli/engine/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

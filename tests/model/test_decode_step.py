@@ -32,7 +32,7 @@ def both_ways(model: KimiK3, rows: torch.Tensor, prefix: int) -> tuple[torch.Ten
     for cache in caches:
         model.hidden(rows[:, :prefix], cache)
     step = DecodeStep(model, len(rows))
-    one_by_one = torch.stack([step(ids_t, caches[0]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
+    one_by_one = torch.stack([step.hidden(ids_t, caches[0]).clone() for ids_t in rows[:, prefix:].unbind(1)], dim=1)
     together = torch.cat([model.hidden(ids_t[:, None], caches[1]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
     return one_by_one, together
 
@@ -66,7 +66,7 @@ def test_bf16_weights_keep_sums_and_state_in_float32(tmp_path: Path) -> None:
     cache = DecodeCache(model.config, 1, 12)
     step = DecodeStep(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rounded = torch.stack([step(torch.tensor([token]), cache) for token in ids(12)], dim=1)[:, 4:]
+        rounded = torch.stack([step.hidden(torch.tensor([token]), cache).clone() for token in ids(12)], dim=1)[:, 4:]
     assert rounded.dtype == torch.float32
     assert all(
         tensor.dtype == torch.float32

@@ -12,7 +12,8 @@ from torch import Tensor
 from kimik3_cli.engine.kda.chunkwise import kda_chunkwise
 from kimik3_cli.engine.kda.decode import KdaConstants, kda_decode, kda_decode_native
 from kimik3_cli.engine.kda.fused.launch import LARGEST_HEAD, SMALLEST_HEAD
-from kimik3_cli.engine.kda.gates import decay_rate, l2_normalise, log_decay
+from kimik3_cli.engine.kda.gates import biased_log_decay, decay_rate, l2_normalise
+from kimik3_cli.engine.native import operations as compiled
 from kimik3_cli.engine.native.library import computes
 
 Backend = Literal["chunkwise", "fused"]
@@ -76,8 +77,14 @@ def _prefill_chunkwise(
     initial_state: Tensor | None,
     lower_bound: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `kda_fused` computes, with `kda_chunkwise`; q, k and v are float32."""
-    heads, key_size = k.shape[-2:]
-    q, k = l2_normalise(q) * key_size**-0.5, l2_normalise(k)
-    g = log_decay(z.float() + dt_bias.view(heads, key_size), decay_rate(a_log, lower_bound), lower_bound)
-    return kda_chunkwise(q, k, v, g, torch.sigmoid(beta_logits), initial_state, chunk_size=chunk_size)
+    """Compute what `kda_fused` computes, with `kda_chunkwise` or its compiled twin; q, k and v are float32."""
+    q, k = l2_normalise(q, k.shape[-1] ** -0.5), l2_normalise(k)
+    g = biased_log_decay(z, dt_bias, decay_rate(a_log, lower_bound), lower_bound)
+    beta = torch.sigmoid(beta_logits)
+    if not compiled.runs_compiled(q, k, v, g, beta):
+        return kda_chunkwise(q, k, v, g, beta, initial_state, chunk_size=chunk_size)
+    batch, _, heads, size = k.shape
+    state = torch.zeros(batch, heads, size, size) if initial_state is None else initial_state.clone()
+    o = torch.empty(v.shape)
+    compiled.kda_chunks(*(x.contiguous() for x in (q, k, v, g, beta)), state, chunk_size, o)
+    return o, state

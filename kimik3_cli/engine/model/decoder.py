@@ -11,7 +11,7 @@ from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.model.ffn import DenseFfn, LatentMoe
 from kimik3_cli.engine.model.kda import KdaAttention
 from kimik3_cli.engine.model.mla import MlaAttention
-from kimik3_cli.engine.model.parts import RMSNorm, linear, mix_residuals
+from kimik3_cli.engine.model.parts import RMSNorm, linear, normed_mix
 
 
 class DecoderLayer(nn.Module):
@@ -42,14 +42,14 @@ class DecoderLayer(nn.Module):
         if not self.mixes_residuals:
             h = h + self.self_attn(self.input_layernorm(h), state)
             return h + ffn(self.post_attention_layernorm(h)), blocks
-        mixed = mix_residuals(h, blocks, self.self_attention_res_norm, self.self_attention_res_proj)
-        attended = self.self_attn(self.input_layernorm(mixed), state)
+        mix = self.self_attention_res_norm, self.self_attention_res_proj
+        attended = self.self_attn(normed_mix(h, blocks, *mix, self.input_layernorm), state)
         if self.starts_block:
             h, blocks = attended, [*blocks, h]
         else:
             h = h + attended
-        mixed = mix_residuals(h, blocks, self.mlp_res_norm, self.mlp_res_proj)
-        return h + ffn(self.post_attention_layernorm(mixed)), blocks
+        mix = self.mlp_res_norm, self.mlp_res_proj
+        return h + ffn(normed_mix(h, blocks, *mix, self.post_attention_layernorm)), blocks
 
 
 class KimiK3(nn.Module):
@@ -100,6 +100,6 @@ class KimiK3(nn.Module):
         for layer, state in zip(self.layers, states, strict=True):
             h, blocks = layer(h, blocks, state)
         if self.config.attn_res_block_size is not None:
-            h = mix_residuals(h, blocks, self.output_attn_res_norm, self.output_attn_res_proj)
+            return normed_mix(h, blocks, self.output_attn_res_norm, self.output_attn_res_proj, self.norm)
         normed: Tensor = self.norm(h)
         return normed

@@ -11,6 +11,7 @@ from kimik3_cli.engine.cache import KdaState
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.kda.dispatch import prefill_function
 from kimik3_cli.engine.model.parts import RMSNorm, linear, linear_fp32, without_autocast
+from kimik3_cli.engine.native import operations as compiled
 
 
 class ShortConv(nn.Module):
@@ -36,6 +37,10 @@ def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Ten
     time, kernel = x.shape[1], len(taps)
     if tail is None:
         tail = x.new_zeros(x.shape[0], kernel - 1, x.shape[2])
+    if compiled.runs_compiled(x, taps, tail):
+        out = torch.empty(x.shape)
+        compiled.short_conv(x.contiguous(), taps.contiguous(), tail, out)
+        return out, torch.cat([tail, x[:, 1 - kernel :]], dim=1)[:, min(time, kernel - 1) :]
     padded = torch.cat([tail, x], dim=1)  # [B,c-1+T,X]
     total = padded[:, :time] * taps[0]
     for shift in range(1, kernel):
@@ -71,7 +76,7 @@ class KdaAttention(nn.Module):
 
     def forward(self, x: Tensor, state: KdaState | None = None) -> Tensor:
         """[B,T,D] -> [B,T,D]; a given state is read and advanced by T tokens."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).float()  # [B,T,3*H*K]
+        qkv = [projection(x).float() for projection in (self.q_proj, self.k_proj, self.v_proj)]  # [B,T,H*K] each
         z = self._heads(self.f_b_proj(self.f_a_proj(x)))  # [B,T,H,K], before dt_bias
         beta = linear_fp32(x, self.b_proj.weight)  # [B,T,H] float32, before the sigmoid
         gate = self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))  # [B,T,H,K]
@@ -84,14 +89,16 @@ class KdaAttention(nn.Module):
         """[B,T,H*K] -> [B,T,H,K]."""
         return x.view(*x.shape[:-1], self.heads, self.head_dim)
 
-    def _delta_rule(self, qkv: Tensor, z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
-        mixed, tail = short_conv(qkv, self.taps(), None if state is None else state.tail)
-        q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))  # [B,T,H,K]
+    def _delta_rule(self, qkv: list[Tensor], z: Tensor, beta: Tensor, state: KdaState | None) -> Tensor:
+        tails = [None] * 3 if state is None else state.tail.chunk(3, dim=-1)
+        convolved = [short_conv(*each) for each in zip(qkv, self.taps().chunk(3, dim=-1), tails, strict=True)]
+        q, k, v = (self._heads(mixed) for mixed, _ in convolved)  # [B,T,H,K]
         initial = None if state is None else state.memory
         delta_rule = prefill_function(self.backend, self.chunk_size)
         o, memory = delta_rule(q, k, v, z, beta, self.A_log, self.dt_bias, initial, self.gate_lower_bound)
         if state is not None:
-            state.tail.copy_(tail)  # not kept as it is: a view would hold on to the whole input
+            # not kept as they are: views would hold on to the whole input
+            torch.cat([tail for _, tail in convolved], dim=-1, out=state.tail)
             state.memory.copy_(memory)
         return o
 

@@ -3,7 +3,8 @@
 Letters: B batch, T time, D hidden size, N sources of a residual mix.
 """
 
-from collections.abc import Callable
+import math
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimik3_cli.engine.config import KimiK3Config
-
-Activation = Callable[[Tensor, Tensor], Tensor]
-
+from kimik3_cli.engine.native.operations import Caps, by_rows, gated, mixed_norm, rms_norm, runs_compiled
 
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
@@ -27,7 +26,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] of any dtype -> [..., size] float32."""
         x = x.float()
-        return x * per_rms(x, self.eps) * self.weight
+        if not runs_compiled(self.weight, x):
+            return x * per_rms(x, self.eps) * self.weight
+        out = torch.empty(x.shape)
+        rms_norm(by_rows(x), self.weight, *self.scale_and_floor(), by_rows(out))
+        return out
+
+    def scale_and_floor(self) -> tuple[float, float]:
+        """The norm as x / hypot(|x|, floor) * scale * weight."""
+        size = len(self.weight)
+        return math.sqrt(size), math.sqrt(size * self.eps)
 
 
 def per_rms(x: Tensor, eps: float) -> Tensor:
@@ -57,21 +65,34 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())
 
 
-def make_activation(config: KimiK3Config) -> Activation:
-    """Return the gated activation act(gate, up) of the configuration, computed in float32."""
-    return (
-        SituGlu(config.activation_situ_beta, config.activation_situ_linear_beta)
-        if config.hidden_act == "situ"
-        else silu_glu
-    )
+class Activation(ABC):
+    """A gated activation; `caps` describes it to the compiled operations."""
+
+    caps = Caps()
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[...,I] and [...,I] of any dtype -> [...,I] float32."""
+        gate, up = gate.float(), up.float()
+        if not runs_compiled(gate, up):
+            return self.formula(gate, up)
+        out = torch.empty(gate.shape)
+        gated(by_rows(gate), by_rows(up), self.caps, by_rows(out))
+        return out
+
+    @abstractmethod
+    def formula(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute it in PyTorch, float32."""
 
 
-def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
+class SiluGlu(Activation):
     """SiLU(gate) * up."""
-    return F.silu(gate.float()) * up.float()
+
+    def formula(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., I] and [..., I] -> [..., I]."""
+        return F.silu(gate) * up
 
 
-class SituGlu:
+class SituGlu(Activation):
     """SiTU (Kimi K3, arXiv 2607.24653): b tanh(gate/b) sigmoid(gate) * l tanh(up/l).
 
     The sigmoid takes the uncapped gate; b null counts as 1; l null leaves `up` as it is.
@@ -80,17 +101,37 @@ class SituGlu:
     def __init__(self, beta: float | None, linear_beta: float | None) -> None:
         """Keep the caps, also as 0-dim CPU tensors: they mix with every device, and cost less than Python numbers."""
         cap = 1.0 if beta is None else beta
-        self.cap, self.up_cap = cap, linear_beta
+        self.caps = Caps(cap, linear_beta or 0.0)
         self.per_cap = torch.tensor(1 / cap, device="cpu")
         self.per_up_cap = None if linear_beta is None else torch.tensor(1 / linear_beta, device="cpu")
-        self.caps = torch.tensor(cap * (1.0 if linear_beta is None else linear_beta), device="cpu")
+        self.both_caps = torch.tensor(cap * (1.0 if linear_beta is None else linear_beta), device="cpu")
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """[..., I] and [..., I] of any dtype -> [..., I] float32."""
-        gate, up = gate.float(), up.float()
+    def formula(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., I] and [..., I] -> [..., I]."""
         if self.per_up_cap is not None:
             up = torch.tanh(up * self.per_up_cap)
-        return torch.tanh(gate * self.per_cap) * torch.sigmoid(gate) * self.caps * up
+        return torch.tanh(gate * self.per_cap) * torch.sigmoid(gate) * self.both_caps * up
+
+
+def make_activation(config: KimiK3Config) -> Activation:
+    """Return the gated activation act(gate, up) of the configuration, computed in float32."""
+    if config.hidden_act == "situ":
+        return SituGlu(config.activation_situ_beta, config.activation_situ_linear_beta)
+    return SiluGlu()
+
+
+def normed_mix(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linear, out_norm: RMSNorm) -> Tensor:
+    """`out_norm` of `mix_residuals`, whose arguments it takes: [B,T,D] float32."""
+    sources = [*blocks, h]
+    if not runs_compiled(norm.weight, out_norm.weight, *sources):
+        normed: Tensor = out_norm(mix_residuals(h, blocks, norm, proj))
+        return normed
+    scale, floor = norm.scale_and_floor()
+    query = norm.weight * proj.weight[0].float() * scale  # [D]
+    out = torch.empty(h.shape)
+    rows = [source.contiguous() for source in sources]
+    mixed_norm(rows, query, floor, out_norm.weight, *out_norm.scale_and_floor(), by_rows(out))
+    return out
 
 
 def mix_residuals(h: Tensor, blocks: list[Tensor], norm: RMSNorm, proj: nn.Linear) -> Tensor:

@@ -15,7 +15,6 @@ from kimik3_cli.engine.model.step_parts import (
     Projections,
     accumulate,
     can_multiply,
-    caps_of,
     new_buffer,
     project_into,
 )
@@ -49,7 +48,7 @@ class MoeStep:
         out = new_buffer(experts[0][0], batch, experts[0][0].shape[1])  # [B,L]
         self.routed: RoutedExperts | RoutedStep
         if batch == 1 and can_multiply(weight for expert in experts for weight in expert):
-            self.routed = RoutedExperts(experts, layer.gate.routing(), caps_of(layer.activation), out)
+            self.routed = RoutedExperts(experts, layer.gate.routing(), layer.activation.caps, out)
         else:
             self.routed = RoutedStep(layer, out)
         self.out = out

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kimik3_cli.engine.model.layout import joined
-from kimik3_cli.engine.model.parts import Activation, RMSNorm, SituGlu
+from kimik3_cli.engine.model.parts import Activation, RMSNorm
 from kimik3_cli.engine.native.library import computes, has_threads
-from kimik3_cli.engine.native.operations import Caps, Gated, Products, mixed_norm, rms_norm
+from kimik3_cli.engine.native.operations import Products, gated, mixed_norm, rms_norm
 
 
 class NormStep:
@@ -26,14 +26,14 @@ class NormStep:
         size = len(norm.weight)
         self.weight = norm.weight * math.sqrt(size)  # [X]
         self.floor = math.sqrt(size * norm.eps)
-        self.floor_tensor = torch.tensor(self.floor)  # a 0-dim CPU tensor mixes with every device
+        self.floor_tensor = torch.tensor(self.floor, device="cpu")  # a 0-dim CPU tensor mixes with every device
         self.out = new_buffer(norm.weight, batch, size) if out is None else out
         self.compiled = computes(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B,X] float32 -> [B,X], valid until the next call; x may be the buffer itself."""
         if self.compiled:
-            rms_norm(x, self.weight, self.floor, self.out)
+            rms_norm(x, self.weight, 1.0, self.floor, self.out)
             return self.out
         return torch.mul(self.unit(x), self.weight, out=self.out)
 
@@ -54,7 +54,7 @@ class MixedNormStep:
         """Mix h [B,X] with the finished blocks, each [B,X], and norm the sum."""
         norm = self.norm
         if norm.compiled:
-            mixed_norm([*blocks, h], self.query, self.mix_norm.floor, norm.weight, norm.floor, norm.out)
+            mixed_norm([*blocks, h], self.query, self.mix_norm.floor, norm.weight, 1.0, norm.floor, norm.out)
             return norm.out
         if not blocks:
             return norm(h)
@@ -69,21 +69,16 @@ class GatedStep:
     def __init__(self, activation: Activation, rows: int, width: int, like: Tensor) -> None:
         """Make the buffers, where the weight `like` is."""
         self.both, self.out = new_buffer(like, rows, 2 * width), new_buffer(like, rows, width)
-        self.compiled = Gated(self.both, caps_of(activation), self.out) if computes(like) else None
-        self.halves, self.activation = self.both.split(width, dim=-1), activation
+        self.gate, self.up = self.both.split(width, dim=-1)
+        self.activation, self.compiled = activation, computes(like)
 
     def __call__(self) -> Tensor:
         """Compute and return `out`, valid until the next call."""
         if self.compiled:
-            self.compiled()
+            gated(self.gate, self.up, self.activation.caps, self.out)
         else:
-            self.out.copy_(self.activation(*self.halves))
+            self.out.copy_(self.activation.formula(self.gate, self.up))
         return self.out
-
-
-def caps_of(activation: Activation) -> Caps:
-    """Describe an activation to the compiled operations."""
-    return Caps(activation.cap, activation.up_cap or 0.0) if isinstance(activation, SituGlu) else Caps()
 
 
 class Projections:

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 MODULE = "kimik3_cli.engine.native.compiled"
-INTERFACE = 1  # of operations.c
+INTERFACE = 1  # of rows.c
 FUNCTIONS = {
-    "rms_norm": "nnPnPfPn",
-    "mixed_norm": "nnnPPfPfP",
-    "gated": "nnPffP",
+    "rms_norm": "nnPnPffPn",
+    "mixed_norm": "nnnPPfPffP",
+    "gated": "nnPnPnffP",
+    "short_conv": "nnnnPPPnP",
+    "log_decay": "nnnPPPifP",
     "products": "nnPPPPP",
     "routed_experts": "nnnniifPnnPPPffPPPPPPP",
+    "kda_chunks": "nnnnnnPPPPPPPP",
     "kda_token": "nnnnPnPPnPnPPifPfPP",
     "mla_token": "nnnnnnfPnPPnnPPPPnn",
 }
@@ -34,6 +37,7 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in FUNCTIONS.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = [TYPES[each] for each in arguments], None
+    loaded.kda_chunks_work.argtypes, loaded.kda_chunks_work.restype = [c_int64] * 5, c_int64
     return loaded
 
 
@@ -47,7 +51,7 @@ def loaded() -> ctypes.CDLL:
 def has_threads() -> bool:
     """Say whether the compiled operations can share work among PyTorch's threads; without them, products stay there."""
     found = library()
-    return found is not None and bool(found.has_threads())
+    return found is not None and bool(found.can_share_work())
 
 
 def why_not_native() -> str | None:

@@ -3,8 +3,8 @@
 What stays the same from token to token is noted once, and kept alive. Rows may lie apart where it says so; everything
 else is contiguous.
 
-Letters: B sequences, D hidden size, I inner width, E experts, k chosen, H heads, K KDA head size, N nope and R shared
-slice of an MLA query, C latent width, V MLA value size, L tokens so far, c convolution kernel.
+Letters: B sequences, N rows, D hidden size, I inner width, E experts, k chosen, H heads, K KDA head size, J nope and R
+shared slice of an MLA query, C latent width, V MLA value size, L tokens so far, c convolution kernel.
 """
 
 import ctypes
@@ -15,21 +15,51 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kimik3_cli.engine.native.library import loaded
+from kimik3_cli.engine.native.library import computes, loaded
 
 
-def rms_norm(x: Tensor, weight: Tensor, floor: float, out: Tensor) -> None:
-    """x / hypot(|x|, floor) * weight [D]: x and out [B,D], rows apart; out may be x."""
-    loaded().rms_norm(*x.shape, x.data_ptr(), x.stride(0), weight.data_ptr(), floor, out.data_ptr(), out.stride(0))
+def runs_compiled(*tensors: Tensor) -> bool:
+    """Say whether the compiled operations compute with these tensors here; they know no gradients."""
+    return not torch.is_grad_enabled() and all(computes(tensor) for tensor in tensors)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """[...,X] -> [N,X], the numbers of a row side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, scale: float, floor: float, out: Tensor) -> None:
+    """x / hypot(|x|, floor) * scale * weight [D]: x and out [N,D], rows apart; out may be x; weight None counts as 1."""
+    weight_at = None if weight is None else weight.data_ptr()
+    loaded().rms_norm(*x.shape, x.data_ptr(), x.stride(0), weight_at, scale, floor, out.data_ptr(), out.stride(0))
 
 
 def mixed_norm(
-    sources: Sequence[Tensor], query: Tensor, mix_floor: float, weight: Tensor, floor: float, out: Tensor
+    sources: Sequence[Tensor],
+    query: Tensor,
+    mix_floor: float,
+    weight: Tensor,
+    scale: float,
+    floor: float,
+    out: Tensor,
 ) -> None:
-    """`rms_norm` of the depth mix of sources [B,D]: softmax over them of source / hypot(|source|, mix_floor) . query."""
+    """`rms_norm` of the depth mix of sources [N,D]: softmax over them of source / hypot(|source|, mix_floor) . query."""
     at = addresses(sources)
     query_at, weight_at, out_at = query.data_ptr(), weight.data_ptr(), out.data_ptr()
-    loaded().mixed_norm(len(sources), *out.shape, at, query_at, mix_floor, weight_at, floor, out_at)
+    loaded().mixed_norm(len(sources), *out.shape, at, query_at, mix_floor, weight_at, scale, floor, out_at)
+
+
+def short_conv(x: Tensor, taps: Tensor, tail: Tensor, out: Tensor) -> None:
+    """Compute the output of `short_conv` of the KDA layer: x, out [B,T,X], taps [c,X], tail [B,c-1,X], rows apart."""
+    at = x.data_ptr(), taps.data_ptr(), tail.data_ptr()
+    loaded().short_conv(*x.shape, len(taps), *at, tail.stride(1), out.data_ptr())
+
+
+def log_decay(z: Tensor, bias: Tensor, rate: Tensor, lower_bound: float | None, out: Tensor) -> None:
+    """Compute `log_decay` of z + bias: z, out [N,H,K], bias [H*K], rate [H,1]."""
+    at = z.data_ptr(), bias.data_ptr(), rate.data_ptr()
+    loaded().log_decay(*z.shape, *at, lower_bound is not None, lower_bound or 0.0, out.data_ptr())
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -45,17 +75,10 @@ class Caps:
     up: float = 0.0
 
 
-class Gated:
-    """act(gate, up): gate and up side by side in both [B,2*I], to out [B,I]."""
-
-    def __init__(self, both: Tensor, caps: Caps, out: Tensor) -> None:
-        """Note everything."""
-        self.kept = both, out
-        self.compute = partial(loaded().gated, *out.shape, both.data_ptr(), caps.gate, caps.up, out.data_ptr())
-
-    def __call__(self) -> None:
-        """Write to out."""
-        self.compute()
+def gated(gate: Tensor, up: Tensor, caps: Caps, out: Tensor) -> None:
+    """act(gate, up): gate, up and out [N,I], rows of the first two apart."""
+    at = gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0)
+    loaded().gated(*out.shape, *at, caps.gate, caps.up, out.data_ptr())
 
 
 class Products:
@@ -124,6 +147,19 @@ class RoutedExperts:
         self.compute(logits.data_ptr(), x.data_ptr(), total.data_ptr())
 
 
+def kda_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int, out: Tensor
+) -> None:
+    """Compute `kda_chunkwise` of contiguous q, k, g [B,T,H,K], v [B,T,H,V] and beta [B,T,H] to out [B,T,H,V].
+
+    state [B,H,K,V] is advanced.
+    """
+    batch, time, heads, keys = k.shape
+    work = torch.empty(loaded().kda_chunks_work(batch, heads, keys, v.shape[-1], chunk_size))
+    at = [x.data_ptr() for x in (q, k, v, g, beta, state, work, out)]
+    loaded().kda_chunks(batch, time, heads, keys, v.shape[-1], chunk_size, *at)
+
+
 def kda_token(
     qkv: Tensor,
     z: Tensor,
@@ -163,7 +199,7 @@ class LatentAttention:
     """Attention of one token to the latents of all, kv_b_proj absorbed into query and output, to `out` [B,H*V]."""
 
     def __init__(self, q: Tensor, expand: Tensor, gate: Tensor | None, nope: int, scale: float) -> None:
-        """Note where q [B,H,N+R] and gate [B,H*V], rows apart, and expand [H,N+V,C] are."""
+        """Note where q [B,H,J+R] and gate [B,H*V], rows apart, and expand [H,J+V,C] are."""
         (batch, heads, query_size), (_, rows, latent) = q.shape, expand.shape
         value, width, pieces = rows - nope, latent + query_size - nope, torch.get_num_threads()
         self.out = torch.empty(batch, heads * value)

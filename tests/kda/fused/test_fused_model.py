@@ -52,7 +52,7 @@ def run(prefill: KimiK3, decode: KimiK3, rows: torch.Tensor) -> tuple[torch.Tens
     cache = DecodeCache(prefill.config, *rows.shape)
     hidden = [prefill.hidden(rows[:, :PROMPT], cache)]
     step = DecodeStep(decode, len(rows))
-    hidden += [step(ids_t, cache)[:, None] for ids_t in rows[:, PROMPT:].unbind(1)]
+    hidden += [step.hidden(ids_t, cache).clone()[:, None] for ids_t in rows[:, PROMPT:].unbind(1)]
     return torch.cat(hidden, dim=1), cache
 
 
