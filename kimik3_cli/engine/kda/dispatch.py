@@ -86,5 +86,6 @@ def _prefill_chunkwise(
     batch, _, heads, size = k.shape
     state = torch.zeros(batch, heads, size, size) if initial_state is None else initial_state.clone()
     o = torch.empty(v.shape)
-    compiled.kda_chunks(*(x.contiguous() for x in (q, k, v, g, beta)), state, chunk_size, o)
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    compiled.kda_chunks(q, k, v, g, beta, state, chunk_size, o)
     return o, state

@@ -40,7 +40,7 @@ def short_conv(x: Tensor, taps: Tensor, tail: Tensor | None = None) -> tuple[Ten
     if compiled.runs_compiled(x, taps, tail):
         out = torch.empty(x.shape)
         compiled.short_conv(x.contiguous(), taps.contiguous(), tail, out)
-        return out, torch.cat([tail, x[:, 1 - kernel :]], dim=1)[:, min(time, kernel - 1) :]
+        return out, torch.cat([tail, x[:, max(0, time + 1 - kernel) :]], dim=1)[:, min(time, kernel - 1) :]
     padded = torch.cat([tail, x], dim=1)  # [B,c-1+T,X]
     total = padded[:, :time] * taps[0]
     for shift in range(1, kernel):

@@ -1,6 +1,6 @@
 """How weights lie on a GPU: projections of one input side by side, so that decoding reads them in one product.
 
-It only decides speed: every function of the model works with weights wherever they lie. On a CPU they stay in the mapped
+It only decides speed: every function of the model works with weights wherever they lie. On a CPU they stay in the
 file, and the compiled products take several weights at once.
 """
 

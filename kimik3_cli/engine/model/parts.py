@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kimik3_cli.engine.config import KimiK3Config
 from kimik3_cli.engine.native.operations import Caps, by_rows, gated, mixed_norm, rms_norm, runs_compiled
 
+
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32."""
 

@@ -9,7 +9,6 @@ Letters: B sequences, D hidden size, V vocabulary.
 from collections.abc import Callable
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from kimik3_cli.engine.cache import DecodeCache, KdaState, MlaState

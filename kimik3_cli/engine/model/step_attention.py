@@ -24,20 +24,20 @@ class KdaStep:
     def __init__(self, layer: KdaAttention, batch: int) -> None:
         """Prepare the weights, [in,out]."""
         width, heads = layer.heads * layer.head_dim, (layer.heads, layer.head_dim)
-        gate = layer.g_proj if layer.full_rank_gate else layer.g_a_proj
-        inputs = [layer.q_proj, layer.k_proj, layer.v_proj, layer.f_a_proj, layer.b_proj, gate]
+        inputs = [layer.q_proj, layer.k_proj, layer.v_proj, layer.f_a_proj, layer.b_proj]
+        inputs.append(layer.g_proj if layer.full_rank_gate else layer.g_a_proj)
         weights = [projection.weight for projection in inputs]
         self.project_inputs = Projections(weights, batch)
         widths = [3 * width, *(len(weight) for weight in weights[3:])]
         # [B,3*H*K], [B,K], [B,H], and [B,H*K] or [B,K]
-        self.qkv, self.forget, self.beta, gate = self.project_inputs.out.split(widths, dim=-1)
+        self.qkv, self.forget, self.beta, gate = torch.split(self.project_inputs.out, widths, dim=-1)
         self.expand_forget, self.dt_bias = Projections([layer.f_b_proj.weight], batch), layer.dt_bias
         self.expand_gate = None
         if not layer.full_rank_gate:
             self.low_rank_gate = gate  # [B,K]
             self.expand_gate = Projections([layer.g_b_proj.weight], batch)
             gate = self.expand_gate.out
-        self.z, self.gate = self.expand_forget.out.unflatten(-1, heads), gate.unflatten(-1, heads)  # [B,H,K]
+        self.z, self.gate = self.expand_forget.out.view(batch, *heads), gate.view(batch, *heads)  # [B,H,K]
         self.o = Projections([layer.o_proj.weight], batch)
         self.decode = decode_function(layer.backend, layer.o_norm.weight)
         self.constants = KdaConstants(
@@ -68,14 +68,15 @@ class MlaStep:
         self.project_inputs = Projections(weights, batch)
         projected, latent_width = self.project_inputs.out, layer.latent_dim + layer.rope_dim
         # queries or their latents, [B,C+R], and the gate if there is one, [B,H*V]
-        query, row, *gate = projected.split([len(weights[0]), latent_width, *(len(each) for each in weights[2:])], -1)
+        widths = [len(weights[0]), latent_width, *(len(weight) for weight in weights[2:])]
+        query, row, *gate = torch.split(projected, widths, dim=-1)
         self.gate = gate[0] if gate else None
         self.expand_query = None
         if layer.low_rank_query:
             self.query_norm, self.query_latent = NormStep(layer.q_a_layernorm, batch), query
             self.expand_query = Projections([layer.q_b_proj.weight], batch)
             query = self.expand_query.out
-        q = query.unflatten(-1, (layer.heads, -1))  # [B,H,N+R]
+        q = query.view(batch, layer.heads, -1)  # [B,H,N+R]
         self.latent, self.row = row[:, : layer.latent_dim], row.unsqueeze(1)  # [B,C], [B,1,C+R]
         self.kv_norm = NormStep(layer.kv_a_layernorm, batch, out=self.latent)
         expand = layer.kv_b_proj.weight.float().view(layer.heads, -1, layer.latent_dim)  # [H,N+V,C]

@@ -82,8 +82,9 @@ class RoutedStep:
         # the chosen experts' inner rows lie together, so that the activation runs once over all of them
         width = len(experts[0].w1.weight)
         self.activate = GatedStep(layer.activation, layer.gate.chosen, width, experts[0].w1.weight)
-        self.gate_up = [row.split(width, dim=-1) for row in self.activate.both.split(1)]  # k times [1,I] twice
-        self.inner = self.activate.out.split(1)  # k times [1,I]
+        rows = torch.split(self.activate.both, 1)  # k times [1,2*I]
+        self.gate_up = [torch.split(row, width, dim=-1) for row in rows]  # k times [1,I] twice
+        self.inner = torch.split(self.activate.out, 1)  # k times [1,I]
 
     def __call__(self, logits: Tensor, x: Tensor, total: Tensor) -> None:
         """Write total [B,L] plus the share of x [B,L] of the experts that logits [B,E] choose to `out`."""

@@ -69,7 +69,7 @@ class GatedStep:
     def __init__(self, activation: Activation, rows: int, width: int, like: Tensor) -> None:
         """Make the buffers, where the weight `like` is."""
         self.both, self.out = new_buffer(like, rows, 2 * width), new_buffer(like, rows, width)
-        self.gate, self.up = self.both.split(width, dim=-1)
+        self.gate, self.up = torch.split(self.both, width, dim=-1)
         self.activation, self.compiled = activation, computes(like)
 
     def __call__(self) -> Tensor:
@@ -92,7 +92,7 @@ class Projections:
             self.compiled = Products(weights, self.out)
         else:
             self.weights = joined(weights)  # [X,Y_i]
-            self.parts = self.out.split([weight.shape[1] for weight in self.weights], dim=-1)
+            self.parts = torch.split(self.out, [weight.shape[1] for weight in self.weights], dim=-1)
 
     def __call__(self, x: Tensor, total: Tensor | None = None) -> Tensor:
         """x [B,X] float32 -> `out`, valid until the next call; `total` [B,Y] or [Y], for one weight only, is added."""

@@ -8,17 +8,25 @@
 
 #include "shared.h"
 
-#define TILE 64 /* columns whose sums stay in registers */
+typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias)); /* 16 floats, wherever they lie */
 
-/* out[row][0..columns) += sign * sum over n < inner of a[row][n] * b[n][column]; steps are between rows. */
+/* out[0..columns) += sign * sum over n < inner of a[n] * b[n][column]; rows of b are b_step apart. */
 INLINE void add_row(int64_t inner, int64_t columns, float sign, const float *restrict a, const float *restrict b,
                     int64_t b_step, float *restrict out) {
     int64_t column = 0;
-    for (; column + TILE <= columns; column += TILE) {
-        float sums[TILE] = {0};
-        for (int64_t n = 0; n < inner; n++)
-            for (int i = 0; i < TILE; i++) sums[i] += a[n] * b[n * b_step + column + i];
-        for (int i = 0; i < TILE; i++) out[column + i] += sign * sums[i];
+    for (; column + 64 <= columns; column += 64) {
+        lanes s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}; /* stay in registers */
+        for (int64_t n = 0; n < inner; n++) {
+            const lanes *row = (const lanes *)(b + n * b_step + column);
+            s0 += a[n] * row[0], s1 += a[n] * row[1], s2 += a[n] * row[2], s3 += a[n] * row[3];
+        }
+        lanes *to = (lanes *)(out + column);
+        to[0] += sign * s0, to[1] += sign * s1, to[2] += sign * s2, to[3] += sign * s3;
+    }
+    for (; column + 16 <= columns; column += 16) {
+        lanes sum = {0};
+        for (int64_t n = 0; n < inner; n++) sum += a[n] * *(const lanes *)(b + n * b_step + column);
+        *(lanes *)(out + column) += sign * sum;
     }
     for (int64_t n = 0; n < inner && column < columns; n++)
         for (int64_t i = column; i < columns; i++) out[i] += sign * a[n] * b[n * b_step + i];

@@ -30,7 +30,7 @@ def by_rows(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, scale: float, floor: float, out: Tensor) -> None:
-    """x / hypot(|x|, floor) * scale * weight [D]: x and out [N,D], rows apart; out may be x; weight None counts as 1."""
+    """x / hypot(|x|, floor) * scale * weight [D]: x and out [N,D], rows apart; out may be x; no weight counts as 1."""
     weight_at = None if weight is None else weight.data_ptr()
     loaded().rms_norm(*x.shape, x.data_ptr(), x.stride(0), weight_at, scale, floor, out.data_ptr(), out.stride(0))
 
@@ -44,7 +44,7 @@ def mixed_norm(
     floor: float,
     out: Tensor,
 ) -> None:
-    """`rms_norm` of the depth mix of sources [N,D]: softmax over them of source / hypot(|source|, mix_floor) . query."""
+    """`rms_norm` of the mix of sources [N,D] by the softmax of source / hypot(|source|, mix_floor) . query."""
     at = addresses(sources)
     query_at, weight_at, out_at = query.data_ptr(), weight.data_ptr(), out.data_ptr()
     loaded().mixed_norm(len(sources), *out.shape, at, query_at, mix_floor, weight_at, scale, floor, out_at)

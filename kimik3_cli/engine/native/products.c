@@ -45,8 +45,10 @@ struct router {
     const float *bias;
 };
 
-/* The `count` largest values, the first of equal ones first; NaN is larger than any number. Those taken become -inf. */
+/* The `count` largest values, the first of equal ones first; NaN is larger than any number. They become -inf, which none
+ * of the others stays. */
 static void take_largest(int64_t size, float *values, int64_t count, int64_t *taken) {
+    for (int64_t i = 0; i < size; i++) values[i] = values[i] < -FLT_MAX ? -FLT_MAX : values[i];
     for (int64_t n = 0; n < count; n++) {
         int64_t best = 0;
         for (int64_t i = 1; i < size; i++)

@@ -6,6 +6,7 @@
 #ifndef KIMIK3_SHARED_H
 #define KIMIK3_SHARED_H
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
