@@ -14,6 +14,8 @@ from kimik3_cli.engine.model.decoder import KimiK3
 
 CLOSE = 1e-4
 """Logits are close when max|difference| <= CLOSE * max|logit|."""
+SAME = 2e-6
+"""The same numbers lie elsewhere in memory: products of one row may then sum in another order."""
 CLEAR_ROUTING = 1e-5
 """Below this distance between two experts' scores, float32 may rightly choose another expert than float64."""
 

@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "results": set(),
     "errors": set(),
     "engine.config": set(),
-    "engine.kda": set(),
+    "engine.native": set(),
+    "engine.kda": {"engine.native"},
     "engine.allocator": set(),
     "engine.limits": {"engine.config"},
     "engine.memory": {"engine.config", "results"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "engine.device": {"engine.kda"},
     "engine.sampling": {"requests"},
     "engine.tokenizer": {"requests"},
-    "engine.model": {"engine.config", "engine.cache", "engine.kda"},
+    "engine.model": {"engine.config", "engine.cache", "engine.kda", "engine.native"},
     "engine.generation": {
         "requests",
         "engine.limits",

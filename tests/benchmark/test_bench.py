@@ -96,7 +96,7 @@ def test_figures_of_a_timing_by_hand() -> None:
 
 
 def test_peak_memory_is_the_models(tmp_path: Path) -> None:
-    """In a process of its own: what loading adds is about the weights, and what measures the machine comes after."""
+    """In a process of its own: weights stay in the file until they are used, and measuring the machine comes last."""
     random_size = "s-k3"
     path = tmp_path / "small.pt"
     save_checkpoint(path, random_model(random_size))
@@ -105,7 +105,7 @@ def test_peak_memory_is_the_models(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     weights, growth = result["load"]["weights_bytes"], result["load"]["peak_memory_growth_bytes"]
     assert weights == SIZES[random_size][0] * 4
-    assert 0.2 * weights < growth < 1.3 * weights + 30e6
+    assert 0 < growth < 0.5 * weights + 30e6
     assert result["runs"][0]["peak_memory_bytes"] < 900e6 < READ_BYTES
 
 
