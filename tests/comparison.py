@@ -8,9 +8,11 @@ import torch
 from oracle import OracleRun, oracle_run
 from torch import Tensor
 
+from kimik3_cli.engine.cache import DecodeCache
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.generation import next_token_logits
 from kimik3_cli.engine.model.decoder import KimiK3
+from kimik3_cli.engine.model.step import DecodeStep
 
 CLOSE = 1e-4
 """Logits are close when max|difference| <= CLOSE * max|logit|."""
@@ -50,3 +52,15 @@ def assert_matches_run(model: KimiK3, ids: Sequence[int], run: OracleRun) -> Non
     """The model's logits are the float64 run's, at every position and for the next token."""
     assert_close(model(torch.tensor([list(ids)]))[0], run.logits)
     assert_close(next_token_logits(model, list(ids)), run.logits[-1])
+
+
+@torch.no_grad()
+def both_ways(model: KimiK3, rows: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of the tokens after `prefix`: by the one-token pass, and by the general pass with a cache."""
+    caches = [DecodeCache(model.config, len(rows), rows.shape[1]) for _ in range(2)]
+    for cache in caches:
+        model.hidden(rows[:, :prefix], cache)
+    step = DecodeStep(model, len(rows))
+    one_by_one = torch.stack([step.hidden(ids_t, caches[0]).clone() for ids_t in rows[:, prefix:].unbind(1)], dim=1)
+    together = torch.cat([model.hidden(ids_t[:, None], caches[1]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
+    return one_by_one, together

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "engine.limits": {"engine.config"},
     "engine.memory": {"engine.config", "results"},
     "engine.cache": {"engine.config"},
-    "engine.device": {"engine.kda"},
+    "engine.device": {"engine.kda", "engine.native"},
     "engine.sampling": {"requests"},
     "engine.tokenizer": {"requests"},
     "engine.model": {"engine.config", "engine.cache", "engine.kda", "engine.native"},

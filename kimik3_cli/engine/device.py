@@ -1,12 +1,14 @@
 """Where and how a model runs: device, precision, KDA backend. Resolve or refuse, never fall back in silence."""
 
 import re
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 
 from kimik3_cli.engine.kda.dispatch import why_not_fused
+from kimik3_cli.engine.native.library import why_not_native
 from kimik3_cli.errors import DeviceError, RequestError
 
 
@@ -34,6 +36,13 @@ def resolve_device(name: str) -> torch.device:
             f"--device is {name!r}, but this machine has {count} CUDA device(s), cuda:0 to cuda:{count - 1}"
         )
     return torch.device(name)
+
+
+def warn_if_slow(device: torch.device) -> None:
+    """Warn that a model will run on the CPU without the compiled operations, where that is so."""
+    reason = why_not_native() if device.type == "cpu" else None
+    if reason:
+        warnings.warn(reason, stacklevel=2)
 
 
 def check_precision(device: torch.device, precision: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint, ids, mini_config
-from comparison import CLEAR_ROUTING, assert_close, load
+from comparison import CLEAR_ROUTING, assert_close, both_ways, load
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import kda_recurrence_f64, oracle_run
@@ -23,18 +23,6 @@ from kimik3_cli.errors import RequestError
 def model_of(config: dict[str, Any], folder: Path, seed: int = 0) -> KimiK3:
     torch.save(checkpoint(config, seed), folder / "model.pt")
     return load(folder / "model.pt")
-
-
-@torch.no_grad()
-def both_ways(model: KimiK3, rows: torch.Tensor, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states of the tokens after `prefix`: by the one-token pass, and by the general pass with a cache."""
-    caches = [DecodeCache(model.config, len(rows), rows.shape[1]) for _ in range(2)]
-    for cache in caches:
-        model.hidden(rows[:, :prefix], cache)
-    step = DecodeStep(model, len(rows))
-    one_by_one = torch.stack([step.hidden(ids_t, caches[0]).clone() for ids_t in rows[:, prefix:].unbind(1)], dim=1)
-    together = torch.cat([model.hidden(ids_t[:, None], caches[1]) for ids_t in rows[:, prefix:].unbind(1)], dim=1)
-    return one_by_one, together
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from kimik3_cli.engine.checkpoint.contents import read_contents
 from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.engine.checkpoint.tensors import count_parameters, tensor_specs
 from kimik3_cli.engine.config import KimiK3Config
-from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device, warn_if_slow
 from kimik3_cli.engine.limits import check_generation, shortened
 from kimik3_cli.engine.model.decoder import KimiK3
 from kimik3_cli.errors import RequestError
@@ -104,6 +104,7 @@ def _model(
     request: BenchRequest, device: torch.device, backend: Literal["chunkwise", "fused"]
 ) -> tuple[KimiK3, LoadFigures | None]:
     if request.random is not None:
+        warn_if_slow(device)
         return random_model(request.random, device, backend), None
     before = peak_memory_bytes(device)
     start = time.perf_counter()

@@ -21,7 +21,7 @@ from kimik3_cli.engine.checkpoint.files import printable_path
 from kimik3_cli.engine.checkpoint.reading import MappedStore, equal_values, number_dtype, read_as, read_into
 from kimik3_cli.engine.checkpoint.stored import StoredTensor, TensorRef
 from kimik3_cli.engine.checkpoint.tensors import EMBEDDING, HEAD
-from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device
+from kimik3_cli.engine.device import check_precision, resolve_backend, resolve_device, warn_if_slow
 from kimik3_cli.engine.limits import shortened
 from kimik3_cli.engine.memory import machine_bytes
 from kimik3_cli.engine.model.decoder import KimiK3
@@ -87,6 +87,7 @@ def load_checkpoint_model(
     config = shortened(contents.config, max_seq_len).with_backend(backend)
     refuse_problems(contents)
     _refuse_too_large(contents, target, precision)
+    warn_if_slow(target)
     with torch.device("meta"), _SkipInitialisation():
         model = KimiK3(config)
     model.load_state_dict(_parameters(contents, target, precision), strict=True, assign=True)

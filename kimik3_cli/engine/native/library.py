@@ -55,12 +55,10 @@ def has_threads() -> bool:
 
 
 def why_not_native() -> str | None:
-    """Return why decoding on the CPU runs without the compiled operations; None when it has them."""
+    """Return why models run on the CPU without the compiled operations; None when these are there."""
     if library() is not None:
         return None
-    return (
-        "the compiled operations are missing, so decoding on the CPU is slower; install a C compiler, then kimik3 again"
-    )
+    return "the compiled operations are missing, so the CPU is slower; install a C compiler, then kimik3 again"
 
 
 def computes(x: Tensor) -> bool:

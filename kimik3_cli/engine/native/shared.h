@@ -19,7 +19,7 @@
 
 /* One copy of a function for each vector width; the processor's own is chosen when the library is loaded. */
 #if defined(__GNUC__) && defined(__linux__) && defined(__x86_64__)
-#define FOR_EVERY_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU
 #endif
