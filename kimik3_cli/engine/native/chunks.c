@@ -8,28 +8,35 @@
 
 #include "shared.h"
 
-typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias)); /* 16 floats, wherever they lie */
+#define EIGHT 8
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* 8 floats, wherever they lie */
 
-/* out[0..columns) += sign * sum over n < inner of a[n] * b[n][column]; rows of b are b_step apart. */
+/* out[0..8*count) += sign * sum over n < inner of a[n] * b[n][column]; the sums stay in registers: count is at most 8. */
+INLINE void add_eights(int count, int64_t inner, float sign, const float *restrict a, const float *restrict b,
+                       int64_t b_step, float *restrict out) {
+    eight sum[EIGHT] = {{0}}, *to = (eight *)out;
+    for (int64_t n = 0; n < inner; n++) {
+        const eight *row = (const eight *)(b + n * b_step);
+        for (int i = 0; i < count; i++) sum[i] += a[n] * row[i];
+    }
+    for (int i = 0; i < count; i++) to[i] += sign * sum[i];
+}
+
+/* The same for any number of columns; rows of b are b_step apart. */
 INLINE void add_row(int64_t inner, int64_t columns, float sign, const float *restrict a, const float *restrict b,
                     int64_t b_step, float *restrict out) {
     int64_t column = 0;
-    for (; column + 64 <= columns; column += 64) {
-        lanes s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}; /* stay in registers */
-        for (int64_t n = 0; n < inner; n++) {
-            const lanes *row = (const lanes *)(b + n * b_step + column);
-            s0 += a[n] * row[0], s1 += a[n] * row[1], s2 += a[n] * row[2], s3 += a[n] * row[3];
-        }
-        lanes *to = (lanes *)(out + column);
-        to[0] += sign * s0, to[1] += sign * s1, to[2] += sign * s2, to[3] += sign * s3;
+    for (; column + 64 <= columns; column += 64) add_eights(8, inner, sign, a, b + column, b_step, out + column);
+    for (; column + 16 <= columns; column += 16) add_eights(2, inner, sign, a, b + column, b_step, out + column);
+    for (; column + 8 <= columns; column += 8) add_eights(1, inner, sign, a, b + column, b_step, out + column);
+    for (; column < columns; column++) {
+        float sum[4] = {0}; /* one alone would wait for itself */
+        int64_t n = 0;
+        for (; n + 4 <= inner; n += 4)
+            for (int i = 0; i < 4; i++) sum[i] += a[n + i] * b[(n + i) * b_step + column];
+        for (; n < inner; n++) sum[0] += a[n] * b[n * b_step + column];
+        out[column] += sign * ((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
-    for (; column + 16 <= columns; column += 16) {
-        lanes sum = {0};
-        for (int64_t n = 0; n < inner; n++) sum += a[n] * *(const lanes *)(b + n * b_step + column);
-        *(lanes *)(out + column) += sign * sum;
-    }
-    for (int64_t n = 0; n < inner && column < columns; n++)
-        for (int64_t i = column; i < columns; i++) out[i] += sign * a[n] * b[n * b_step + i];
 }
 
 struct chunks {
