@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 _SCRIPT = Path(sys.executable).with_name("kimik3")
 PROGRAM = [str(_SCRIPT)] if _SCRIPT.exists() else [sys.executable, "-m", "kimik3_cli"]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 _OWN = ("KIMIK3_CHECKPOINT", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM", "PYTHONWARNINGS", "TRITON_INTERPRET")
 
 

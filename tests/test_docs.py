@@ -60,7 +60,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import mk
+from cpu_time import torch_import_seconds
 
 from kimik3_cli.engine.checkpoint import load
 from kimik3_cli.engine.checkpoint.contents import Contents
@@ -18,7 +19,7 @@ from kimik3_cli.engine.checkpoint.load import load_checkpoint_model
 from kimik3_cli.errors import CheckpointError
 
 FLIPS = 150
-LONGEST_S = 5.0
+MOST_TORCH_IMPORTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def outcome(path: Path, deep: bool) -> str:
         outcome = "read"
     except CheckpointError as error:
         message, outcome = str(error), "refused"
-    assert time.process_time() - started < LONGEST_S
+    assert time.process_time() - started < MOST_TORCH_IMPORTS * torch_import_seconds()
     assert message.isprintable()
     assert str(path) in message
     assert "weights_only" not in message

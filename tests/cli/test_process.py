@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import mk
 from commandline import PROGRAM, Ran, answer, environment, error_line, refused, run, run_on_terminal
+from cpu_time import cpu_seconds
 
 ESCAPE = "\x1b"
 NOISE = {"PYTHONWARNINGS": "always", "TRANSFORMERS_VERBOSITY": "debug", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
@@ -230,10 +230,3 @@ def test_help_costs_little_more_than_the_libraries_that_draw_it(words: list[str]
     pairs = [(cpu_seconds(libraries), cpu_seconds([*PROGRAM, *words])) for _ in range(5)]
     cheapest_libraries, cheapest_help = map(min, zip(*pairs, strict=True))
     assert cheapest_help < MOST_HELP * cheapest_libraries
-
-
-def cpu_seconds(command: list[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -17,11 +17,13 @@
 #define AHEAD 1536 /* floats: what a core asks for this early is there in time, which its own guesses miss */
 #define WORTH_THREADS 32768 /* numbers below which waking other threads costs more than they save */
 
-/* One copy of a function for each vector width; the processor's own is chosen when the library is loaded. */
-#if defined(__GNUC__) && defined(__linux__) && defined(__x86_64__)
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+/* One copy of a function for each vector width; glibc chooses the processor's own when the library is loaded. */
+#if !defined(__x86_64__) || !defined(__GLIBC__)
 #define FOR_EVERY_CPU
+#elif defined(__clang__) || __GNUC__ >= 12
+#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else /* which cannot choose by level; its copies for AVX2 lack fused multiply-add */
+#define FOR_EVERY_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
