@@ -6,7 +6,7 @@
 
 #include "shared.h"
 
-#define ROWS 32 /* of a context that are attended at a time, an even number; they stay in the first cache */
+#define ROWS 16 /* of a context that are attended at a time; they stay in the first cache, for one head after another */
 
 /* S = diag(decay) S; S = S + k (strength (v - S^T k))^T; o = S^T q: `kda_step`; error [size] is working memory. */
 INLINE void delta_rule(int64_t size, const float *restrict q, const float *restrict k, const float *restrict v,
@@ -118,24 +118,41 @@ FOR_EVERY_CPU static void mla_queries(void *data) {
     }
 }
 
+/* The products of four rows, `step` apart, with x [size]; rows that lie in the cache. */
+INLINE void four_products(const float *restrict rows, int64_t step, const float *restrict x, int64_t size, float *out) {
+    eight partial[4][2] = {{{0}}};
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) {
+        const eight *y = (const eight *)(x + i);
+        for (int row = 0; row < 4; row++) {
+            const eight *numbers = (const eight *)(rows + row * step + i);
+            partial[row][0] += numbers[0] * y[0];
+            partial[row][1] += numbers[1] * y[1];
+        }
+    }
+    for (int row = 0; row < 4; row++) {
+        eight both = partial[row][0] + partial[row][1];
+        float sum = ((both[0] + both[4]) + (both[1] + both[5])) + ((both[2] + both[6]) + (both[3] + both[7]));
+        for (int64_t rest = i; rest < size; rest++) sum += rows[row * step + rest] * x[rest];
+        out[row] = sum;
+    }
+}
+
 /* One head's attention to some more rows: the running largest score, sum of weights and weighted sum of latents are
  * partial[0], partial[1] and the rest (online softmax, arXiv 1805.02867). */
 INLINE void attend(int64_t count, int64_t width, int64_t latent, const float *query, const float *rows, float *partial) {
     float scores[ROWS + 1], largest = partial[0], *restrict sum = partial + 2;
-    for (int64_t row = 0; row < count; row += 2) {
-        const float *first = rows + row * width;
-        two_products(first, row + 1 < count ? first + width : first, query, width, scores + row);
-    }
+    int64_t row = 0;
+    for (; row + 4 <= count; row += 4) four_products(rows + row * width, width, query, width, scores + row);
+    for (; row < count; row++) scores[row] = (float)dot(rows + row * width, query, width);
     for (int64_t row = 0; row < count; row++) largest = scores[row] > largest ? scores[row] : largest;
     const float kept = exponential(partial[0] - largest);
     partial[0] = largest;
     partial[1] *= kept;
     for (int64_t c = 0; c < latent; c++) sum[c] *= kept;
     for (int64_t row = 0; row < count; row++) scores[row] = exponential(scores[row] - largest);
-    for (int64_t row = 0; row < count; row++) {
-        partial[1] += scores[row];
-        for (int64_t c = 0; c < latent; c++) sum[c] += scores[row] * rows[row * width + c];
-    }
+    for (int64_t row = 0; row < count; row++) partial[1] += scores[row];
+    add_row(count, latent, 1.0f, scores, rows, width, sum);
 }
 
 /* Pieces of the context, each for all heads, so that every row is read from memory once. */

@@ -151,6 +151,37 @@ INLINE void two_products(const float *restrict first, const float *restrict seco
     out[0] = partial[0][0], out[1] = partial[1][0];
 }
 
+#define EIGHT 8
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* 8 floats, wherever they lie */
+
+/* out[0..8*count) += sign * sum over n < inner of a[n] * b[n][column]; the sums stay in registers: count is at most 8. */
+INLINE void add_eights(int count, int64_t inner, float sign, const float *restrict a, const float *restrict b,
+                       int64_t b_step, float *restrict out) {
+    eight sum[EIGHT] = {{0}}, *to = (eight *)out;
+    for (int64_t n = 0; n < inner; n++) {
+        const eight *row = (const eight *)(b + n * b_step);
+        for (int i = 0; i < count; i++) sum[i] += a[n] * row[i];
+    }
+    for (int i = 0; i < count; i++) to[i] += sign * sum[i];
+}
+
+/* The same for any number of columns; rows of b are b_step apart. */
+INLINE void add_row(int64_t inner, int64_t columns, float sign, const float *restrict a, const float *restrict b,
+                    int64_t b_step, float *restrict out) {
+    int64_t column = 0;
+    for (; column + 64 <= columns; column += 64) add_eights(8, inner, sign, a, b + column, b_step, out + column);
+    for (; column + 16 <= columns; column += 16) add_eights(2, inner, sign, a, b + column, b_step, out + column);
+    for (; column + 8 <= columns; column += 8) add_eights(1, inner, sign, a, b + column, b_step, out + column);
+    for (; column < columns; column++) {
+        float sum[4] = {0}; /* one alone would wait for itself */
+        int64_t n = 0;
+        for (; n + 4 <= inner; n += 4)
+            for (int i = 0; i < 4; i++) sum[i] += a[n + i] * b[(n + i) * b_step + column];
+        for (; n < inner; n++) sum[0] += a[n] * b[n * b_step + column];
+        out[column] += sign * ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+}
+
 /* The gated activation: SiTU, b tanh(gate / b) sigmoid(gate) * l tanh(up / l), with caps b and l; cap 0: SiLU(gate) * up;
  * up_cap 0: `up` as it is. */
 struct activation { float cap, up_cap; };
