@@ -141,7 +141,7 @@ INLINE void four_products(const float *restrict rows, int64_t step, const float 
 /* One head's attention to some more rows: the running largest score, sum of weights and weighted sum of latents are
  * partial[0], partial[1] and the rest (online softmax, arXiv 1805.02867). */
 INLINE void attend(int64_t count, int64_t width, int64_t latent, const float *query, const float *rows, float *partial) {
-    float scores[ROWS + 1], largest = partial[0], *restrict sum = partial + 2;
+    float scores[ROWS], largest = partial[0], *restrict sum = partial + 2;
     int64_t row = 0;
     for (; row + 4 <= count; row += 4) four_products(rows + row * width, width, query, width, scores + row);
     for (; row < count; row++) scores[row] = (float)dot(rows + row * width, query, width);
